@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test shares: the interpreter switch, seeds, and an account of what was left out."""
+
+import os
+import shutil
+import subprocess
+import time
+from collections import Counter
+
+import pytest
+
+
+def _has_cuda_device() -> bool:
+    """Asks the driver, not torch: torch must not be imported before TRITON_INTERPRET is set."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
+        return False
+    if shutil.which("nvidia-smi") is None:
+        return False
+    try:
+        probe = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return probe.returncode == 0 and "GPU" in probe.stdout
+
+
+HAS_CUDA = _has_cuda_device()
+if not HAS_CUDA:
+    # Read by Triton when a kernel is decorated, so it has to be set before the first kernel module.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("DO_NOT_TRACK", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ddtree")
+    group.addoption("--slow", action="store_true", help="also run tests marked slow")
+    group.addoption(
+        "--seed",
+        type=int,
+        default=None,
+        help="seed of the random tests (default: a new one each run, printed when a test fails)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seed = config.getoption("--seed")
+    config.stash[_SEED] = int(time.time()) % 1_000_000 if seed is None else seed
+    config.stash[_LEFT_OUT] = Counter()
+
+
+_SEED = pytest.StashKey[int]()
+_LEFT_OUT = pytest.StashKey[Counter]()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    device = "cuda" if HAS_CUDA else "cpu, Triton's interpreter"
+    return f"device: {device}; seed: {config.stash[_SEED]} (repeat with --seed)"
+
+
+# The quick parts first, so that a broken kernel shows before any engine is started.
+_ORDER = {"unit": 0, "gpu": 1, "engine": 2}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out, rather than skips, what this run is not for; the summary says what and why."""
+    left_out: Counter = config.stash[_LEFT_OUT]
+    wants_slow = config.getoption("--slow") or "slow" in (config.getoption("markexpr") or "")
+    keep, drop = [], []
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_CUDA:
+            left_out["marked gpu: no NVIDIA GPU on this machine"] += 1
+            drop.append(item)
+        elif item.get_closest_marker("slow") and not wants_slow:
+            left_out["marked slow: run `make test-slow`, or pytest --slow"] += 1
+            drop.append(item)
+        else:
+            keep.append(item)
+    keep.sort(key=lambda item: _ORDER.get(item.path.parent.name, 1))
+    items[:] = keep
+    if drop:
+        config.hook.pytest_deselected(items=drop)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    left_out = config.stash[_LEFT_OUT]
+    if left_out:
+        terminalreporter.section("left out", sep="-")
+        for reason, count in sorted(left_out.items()):
+            terminalreporter.line(f"{count} test{'s' if count > 1 else ''} {reason}")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The run's seed, printed into the captured output so that a failure names it."""
+    value = request.config.stash[_SEED]
+    print(f"seed {value}: repeat with --seed {value}")
+    return value
+
+
+@pytest.fixture
+def rng(seed: int):
+    """A numpy generator seeded by the run's seed."""
+    import numpy as np
+
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def torch_rng(seed: int):
+    """A CPU torch.Generator seeded by the run's seed."""
+    import torch
+
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="session")
+def device():
+    """Where kernels run in this session: the first GPU, or the CPU under the interpreter."""
+    import torch
+
+    return torch.device("cuda" if HAS_CUDA else "cpu")
