@@ -78,7 +78,7 @@ if [ "$device" = cpu ]; then
     die "$torch_pin for Python $venv_version was found neither in pip's indexes nor at $TORCH_CPU_INDEX"
   }
 fi
-say "installing $(grep -c '==' "$pins") packages of $pins and the tools of constraints/dev.txt"
+say "installing $(grep -c '^[^#].*==' "$pins") packages of $pins and the tools of constraints/dev.txt"
 pip "${install[@]}" -r "$pins" -r constraints/dev.txt
 pip "${install[@]}" --no-build-isolation --editable .
 if [ "$device" = cpu ]; then
