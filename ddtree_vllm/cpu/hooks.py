@@ -64,6 +64,8 @@ class TorchvisionOps:
                     return
                 except OSError:
                     break
+        if hasattr(torch.ops.torchvision, "nms"):
+            return  # declared by somebody else already
         cls._library = torch.library.Library("torchvision", "FRAGMENT")
         for op in _TORCHVISION_OPS:
             cls._library.define(f"{op}(Tensor input) -> Tensor")
