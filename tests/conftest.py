@@ -17,7 +17,9 @@ def _has_cuda_device() -> bool:
     if shutil.which("nvidia-smi") is None:
         return False
     try:
-        probe = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+        probe = subprocess.run(
+            ["nvidia-smi", "-L"], check=False, capture_output=True, text=True, timeout=30
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return probe.returncode == 0 and "GPU" in probe.stdout

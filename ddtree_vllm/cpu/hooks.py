@@ -40,7 +40,6 @@ class TorchvisionOps:
         if name == "torchvision":
             sys.meta_path.remove(cls)
             cls._declare_unless_loadable()
-        return None
 
     @classmethod
     def _declare_unless_loadable(cls) -> None:
@@ -81,7 +80,7 @@ class VllmMetadata:
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        return None
+        """Finds no module; a finder on the meta path needs the method."""
 
     @classmethod
     def find_distributions(cls, context=None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The idle driver. vLLM's Runner V2 asks that Triton have an active one; nothing is ever launched."""
+"""The idle driver: vLLM's Runner V2 wants Triton to have an active one, and launches nothing."""
 
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
