@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's Runner V2 with the tree speculator in place of the chain's."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from ddtree_vllm.engine.requirements import check_supported
+from ddtree_vllm.engine.speculator import DDTreeSpeculator
+
+
+class _TreeRunner:
+    """What both runners add: ``init_speculator`` is a closed chain of ifs, so replace its result."""
+
+    def _use_trees(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        check_supported(vllm_config)
+        if vllm_config.speculative_config is not None and self.is_last_pp_rank:  # type: ignore[attr-defined]
+            self.speculator = DDTreeSpeculator(vllm_config, device)
+
+
+class DDTreeModelRunner(_TreeRunner, GPUModelRunner):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self._use_trees(vllm_config, device)
+
+
+class DDTreeCPUModelRunner(_TreeRunner, CPUModelRunner):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self._use_trees(vllm_config, device)

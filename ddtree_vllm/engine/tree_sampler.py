@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples the target at every node, walks the tree, reports the accepted path as vLLM expects it.
+
+Each node gets the token the target would emit there: the noise is keyed by (seed, position), as in
+vLLM without speculation, so a walk emits the very tokens a run without speculation emits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    gather_draft_sampled,
+    get_max_chunk_logits,
+)
+
+from ddtree_vllm.sampling.walk import WalkOutput, walk_trees
+
+if TYPE_CHECKING:
+    from ddtree_vllm.engine.model_state import DDTreeModelState
+
+
+class TreeRejectionSampler(RejectionSampler):
+    """Stands in for vLLM's rejection sampler on steps that carry drafts."""
+
+    def __init__(self, sampler: Sampler, state: DDTreeModelState) -> None:
+        spec = state.vllm_config.speculative_config
+        super().__init__(sampler, spec, state.device)
+        self.state = state
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """Args:
+        logits: ``[num_logits, V]``, the target's at every row that can emit a token.
+        invalid_drafts: bool ``[num_logits]``, drafts a grammar has already ruled out.
+        """
+        state, sampler = self.state, self.sampler
+        step = state.step
+        assert step is not None
+        num_reqs = input_batch.num_reqs
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        input_ids, _ = gather_draft_sampled(
+            input_batch.input_ids,
+            input_batch.positions,
+            input_batch.logits_indices,
+            input_batch.expanded_idx_mapping,
+            input_batch.expanded_local_pos,
+            sampler.req_states.prefill_len.gpu,
+        )
+        max_num_logprobs = sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
+        sampled, processed = self._sample_nodes(
+            logits, input_batch, input_ids, wants_logprobs=max_num_logprobs >= 0
+        )
+        # Fresh tensors: the host still copies them while the next step runs.
+        tokens = torch.empty(
+            num_reqs, state.budget + 1, dtype=torch.int64, device=logits.device
+        )
+        num_sampled = torch.empty(num_reqs, dtype=torch.int32, device=logits.device)
+        walk_trees(
+            state.tree,
+            input_batch.idx_mapping,
+            input_batch.cu_num_logits,
+            sampled,
+            WalkOutput(step.path[:num_reqs], step.path_len[:num_reqs], tokens, num_sampled),
+            is_tree=step.num_rows[:num_reqs],
+        )
+        logprobs = None
+        if max_num_logprobs >= 0:
+            # vLLM reads the emitted tokens' scores from the first rows of a request.
+            source = processed if self._scores_processed_logits else logits
+            rows = path_rows(step.path[:num_reqs], input_batch.cu_num_logits, logits.shape[0])
+            logprobs = self._get_logprobs_tensors(
+                tokens,
+                num_sampled,
+                source[rows],
+                input_batch.cu_num_logits,
+                input_batch.cu_num_logits_np,
+                max_num_logprobs,
+            )
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            num_sampled,
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            sampler.req_states.prefill_len.gpu,
+        )
+        return SamplerOutput(
+            sampled_token_ids=tokens,
+            logprobs_tensors=logprobs,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            sampling_mask_tensors=None,
+        )
+
+    @property
+    def _scores_processed_logits(self) -> bool:
+        return self.sampler.logprobs_mode in ("processed_logits", "processed_logprobs")
+
+    def _sample_nodes(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        input_ids: torch.Tensor,
+        wants_logprobs: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's token at every row, int64 ``[num_logits]``, and the logits it came from."""
+        positions = self.state.tree_positions[input_batch.logits_indices]
+        cu_np = input_batch.cu_num_logits_np
+        seq_lens_np = input_batch.seq_lens_cpu_upper_bound.numpy()
+        sampled: list[torch.Tensor] = []
+        processed: list[torch.Tensor] = []
+        for start, end in _request_chunks(cu_np, get_max_chunk_logits(logits.shape[1])):
+            lo, hi = int(cu_np[start]), int(cu_np[end])
+            chunk = self.sampler.sample(
+                logits[lo:hi],
+                input_batch.expanded_idx_mapping[lo:hi],
+                input_batch.idx_mapping[start:end],
+                input_batch.idx_mapping_np[start:end],
+                positions[lo:hi],
+                input_ids[lo:hi],
+                input_batch.expanded_local_pos[lo:hi],
+                seq_lens_np[start:end],
+                return_logprobs=wants_logprobs,
+            )
+            sampled.append(chunk[0])
+            if wants_logprobs and self._scores_processed_logits:
+                processed.append(chunk[1])
+        return _cat(sampled), _cat(processed) if processed else logits
+
+
+def path_rows(path: torch.Tensor, cu_num_logits: torch.Tensor, num_logits: int) -> torch.Tensor:
+    """Which logits row holds the token that request r emits j-th, at row cu_num_logits[r] + j.
+
+    Args:
+        path: int32 ``[num_reqs, N + 1]``, local rows, -1 past the path.
+        cu_num_logits: int32 ``[num_reqs + 1]``.
+
+    Returns:
+        int64 ``[num_logits]``; a row past its request's path names itself.
+    """
+    row = torch.arange(num_logits, device=path.device)
+    request = torch.searchsorted(cu_num_logits, row, right=True) - 1
+    first = cu_num_logits[request]
+    local = path[request, row - first]
+    return torch.where(local >= 0, first + local, row)
+
+
+def _request_chunks(cu_num_logits: Any, max_logits: int) -> list[tuple[int, int]]:
+    """Ranges of requests whose logit rows fit ``max_logits``; a request is never split."""
+    num_reqs = len(cu_num_logits) - 1
+    chunks, start = [], 0
+    while start < num_reqs:
+        end = start + 1
+        while end < num_reqs and cu_num_logits[end + 1] - cu_num_logits[start] <= max_logits:
+            end += 1
+        chunks.append((start, end))
+        start = end
+    return chunks
+
+
+def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

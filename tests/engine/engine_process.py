@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs real vLLM engines, one after another, for jobs read from a file. Started by ``harness.run``.
+
+    python engine_process.py JOBS.json RESULTS.json
+
+A process of its own, so that an engine's global state ends with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from typing import Any
+
+
+def main(jobs_file: str, results_file: str) -> None:
+    with open(jobs_file) as f:
+        jobs = json.load(f)
+    results = []
+    for job in jobs:
+        results.append(run_job(job))
+        with open(results_file, "w") as f:
+            json.dump(results, f)
+
+
+def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM
+
+    started = time.monotonic()
+    llm = LLM(**job["engine"])
+    loaded = time.monotonic()
+    try:
+        outputs, steps = serve(llm, job["requests"], job.get("hooks", {}))
+        counters = {
+            m.name: m.value for m in llm.get_metrics() if m.name.startswith("vllm:") and hasattr(m, "value")
+        }
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+    return {
+        "outputs": outputs,
+        "steps": steps,
+        "counters": counters,
+        "load_s": loaded - started,
+        "run_s": time.monotonic() - loaded,
+    }
+
+
+def serve(llm: Any, requests: list[dict], hooks: dict) -> tuple[list[dict], int]:
+    """Feed requests at the steps they name, step until all have ended, collect what came out.
+
+    A request: ``prompt`` (token ids), ``params`` (of SamplingParams), ``at_step`` (default 0: at the
+    start), ``after`` (index of a request that must have ended first), ``abort_at`` (step).
+    """
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    outputs: list[dict] = [{"token_ids": [], "finish_reason": None} for _ in requests]
+    waiting = set(range(len(requests)))
+    ended: set[int] = set()
+    step = 0
+    while len(ended) < len(requests):
+        for i in sorted(waiting):
+            request = requests[i]
+            due = request.get("at_step", 0) <= step
+            if "after" in request:
+                due = due and request["after"] in ended
+            if not due:
+                continue
+            waiting.discard(i)
+            prompt = request["prompt"]
+            if isinstance(prompt, dict):  # a turn that continues what another request said
+                base = requests[prompt["of"]]["prompt"] + outputs[prompt["of"]]["token_ids"]
+                prompt = base + prompt["then"]
+                request["prompt"] = prompt
+            params = SamplingParams(**{"detokenize": False, **request["params"]})
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        for i, request in enumerate(requests):
+            if request.get("abort_at") == step and i not in ended and i not in waiting:
+                engine.abort_request([str(i)])
+                outputs[i]["finish_reason"] = "abort"
+                ended.add(i)
+        step += 1
+        if not engine.has_unfinished_requests():
+            continue
+        for output in engine.step():
+            i = int(output.request_id.split("-")[0])
+            if i in ended:
+                continue
+            completion = output.outputs[0]
+            outputs[i]["token_ids"] = list(completion.token_ids)
+            outputs[i]["num_cached"] = output.num_cached_tokens
+            if completion.logprobs:
+                outputs[i]["logprobs"] = [
+                    {str(t): lp.logprob for t, lp in position.items()}
+                    for position in completion.logprobs
+                ]
+            if output.finished:
+                outputs[i]["finish_reason"] = completion.finish_reason
+                outputs[i]["stop_reason"] = completion.stop_reason
+                outputs[i]["text"] = completion.text
+                ended.add(i)
+    return outputs, step
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

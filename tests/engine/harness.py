@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine tests share: jobs for real vLLM engines, and the process that runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ENGINE_PROCESS = Path(__file__).with_name("engine_process.py")
+ENGINE_TIMEOUT_S = 900
+CPU_WORKER = "ddtree_vllm.engine.worker.DDTreeCPUWorker"
+
+
+@dataclass
+class Job:
+    """One engine and what it is asked. ``budget`` None: no speculation."""
+
+    requests: list[dict[str, Any]]
+    budget: int | None = None
+    policy: str = "ddtree"
+    static_tree: list[list[int]] | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+    hooks: dict[str, Any] = field(default_factory=dict)
+
+    def spec(self, target: Path, drafter: Path) -> dict[str, Any]:
+        engine: dict[str, Any] = {
+            "model": str(target),
+            "skip_tokenizer_init": True,
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "disable_log_stats": False,
+            "worker_cls": CPU_WORKER,
+            "seed": 0,
+        }
+        if self.budget is not None:
+            entry: dict[str, Any] = {"budget": self.budget, "policy": self.policy}
+            if self.static_tree is not None:
+                entry["static_tree"] = self.static_tree
+            engine["speculative_config"] = {
+                "method": "dflash",
+                "model": str(drafter),
+                "num_speculative_tokens": self.budget,
+            }
+            engine["additional_config"] = {"ddtree": entry}
+        return {
+            "engine": engine | self.engine,
+            "requests": self.requests,
+            "hooks": self.hooks,
+        }
+
+
+@dataclass
+class Result:
+    outputs: list[dict[str, Any]]
+    steps: int
+    counters: dict[str, float]
+    load_s: float
+    run_s: float
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [output["token_ids"] for output in self.outputs]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens a request gets from one verification, averaged over all of them."""
+        drafts = self.counters["vllm:spec_decode_num_drafts"]
+        return 1 + self.counters["vllm:spec_decode_num_accepted_tokens"] / drafts
+
+
+def run(pair: tuple[Path, Path], jobs: list[Job], timeout_s: int = ENGINE_TIMEOUT_S) -> list[Result]:
+    """Run the jobs in one fresh process; its log is shown when it fails."""
+    with tempfile.TemporaryDirectory() as directory:
+        jobs_file, results_file = Path(directory, "jobs.json"), Path(directory, "results.json")
+        jobs_file.write_text(json.dumps([job.spec(*pair) for job in jobs]))
+        log = Path(directory, "log")
+        with log.open("w") as out:
+            process = subprocess.run(
+                [sys.executable, str(ENGINE_PROCESS), str(jobs_file), str(results_file)],
+                env=engine_environment(),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_s,
+                check=False,
+            )
+        if process.returncode != 0:
+            tail = "\n".join(log.read_text().splitlines()[-60:])
+            raise RuntimeError(f"engine process ended with {process.returncode}:\n{tail}")
+        return [Result(**result) for result in json.loads(results_file.read_text())]
+
+
+def engine_environment() -> dict[str, str]:
+    return os.environ | {
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_CI_ENV": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def random_prompts(rng: random.Random, lengths: list[int], vocab: int) -> list[list[int]]:
+    return [[rng.randrange(4, vocab) for _ in range(length)] for length in lengths]
