@@ -22,7 +22,7 @@ def best_first(log_probs: list[list[float]], budget: int) -> dict[tuple[int, ...
     Returns each node (a tuple of ranks) with its place in pop order. A tree of a smaller budget is
     the nodes whose place is below it.
     """
-    heap = [(-log_probs[0][0], (0,))]
+    heap: list[tuple[float, tuple[int, ...]]] = [(-log_probs[0][0], (0,))]
     order: dict[tuple[int, ...], int] = {}
     while heap and len(order) < budget:
         cost, node = heapq.heappop(heap)
@@ -74,7 +74,8 @@ def measure(
     )
     steps: Counter = Counter()
     emitted: Counter = Counter()
-    hits, tries = Counter(), Counter()
+    hits: Counter = Counter()
+    tries: Counter = Counter()
     total = 0
     for row, prompt in zip(output.tolist(), prompts, strict=True):
         stop = len(prompt) + new_tokens

@@ -242,6 +242,7 @@ class Decoder:
         device = model.lm_head.weight.device
         self._state = []
         for layer in model.model.layers:
+            shapes: tuple[tuple[int, ...], ...]
             if layer.block_type == "linear_attention":
                 m = layer.linear_attn
                 shapes = (

@@ -55,7 +55,8 @@ class Schedule:
 
 def _optimizer(module: torch.nn.Module, weight_decay: float, device) -> torch.optim.AdamW:
     """AdamW; norms, decay rates, convolutions and embeddings are not decayed."""
-    decayed, kept = [], []
+    decayed: list[torch.nn.Parameter] = []
+    kept: list[torch.nn.Parameter] = []
     for name, p in module.named_parameters():
         matrix = p.dim() == 2 and "embed" not in name
         (decayed if matrix else kept).append(p)
