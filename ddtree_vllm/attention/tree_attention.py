@@ -109,13 +109,13 @@ def _attend_tile(
     return acc, new_max, row_sum
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "max_rows"])
 def _tree_attention_kernel(
     q_ptr,  # [T, Hq, D]
     key_cache_ptr,  # [blocks, BLOCK_SIZE, Hkv, D]
     value_cache_ptr,  # [blocks, BLOCK_SIZE, Hkv, D]
-    out_ptr,  # [T, Hq, D], or with SPLIT float32 [splits, T, Hq, D]
-    lse_ptr,  # float32 [Hq, T], or with SPLIT [splits, Hq, T]; unused unless STORE_LSE
+    out_ptr,  # [T, Hq, D], or with SPLIT float32 [splits, R * max_rows, Hq, D]
+    lse_ptr,  # float32 [Hq, T] or [splits, Hq, R * max_rows]; unused unless STORE_LSE
     prefix_out_ptr,  # [T, Hq, D]; unused unless MERGE_PREFIX
     prefix_lse_ptr,  # float32 [Hq, T]; unused unless MERGE_PREFIX
     block_table_ptr,  # int32 [R, max_blocks]
@@ -125,6 +125,7 @@ def _tree_attention_kernel(
     ancestors_ptr,  # int32 [S, TREE_ROWS, W]; unused unless HAS_TREES
     log2_scale,  # softmax scale times log2(e)
     num_splits,
+    max_rows,
     stride_q_token,
     stride_q_head,
     stride_k_block,
@@ -185,7 +186,7 @@ def _tree_attention_kernel(
         slot = tl.load(slots_ptr + request)
         is_tree = slot >= 0
         is_linear = slot < 0
-        if TREES_ONLY:
+        if TREES_ONLY:  # noqa: SIM102  (one is known when compiling, the other is not)
             if is_linear:
                 return
         tree_ptr = ancestors_ptr + tl.maximum(slot, 0).to(tl.int64) * stride_tree_slot
@@ -219,7 +220,7 @@ def _tree_attention_kernel(
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row = m // GROUP
     head = kv_head * GROUP + m % GROUP
-    row_exists = row < num_rows
+    row_exists = (row < num_rows) & (row < max_rows)
     token = (first_token + row).to(tl.int64)
     d = tl.arange(0, HEAD_DIM)
     q = tl.load(
@@ -378,34 +379,36 @@ def _tree_attention_kernel(
         )[:, None]
         lse = tl.where(total > 0, top + tl.log2(total) * _LN_2, float("-inf"))
 
-    out_ptrs = (
-        out_ptr
-        + tl.cast(split, tl.int64) * stride_out_split
-        + (token * stride_out_token + head * stride_out_head)[:, None]
-        + d[None, :]
-    )
     stores = row_exists
+    out_row = token
     if SPLIT:
         stores = stores & seen
+        out_row = request.to(tl.int64) * max_rows + row
+        out_ptr += split.to(tl.int64) * stride_out_split
+        lse_ptr += split.to(tl.int64) * stride_lse_split
     elif UPCAST:
         out = _round_to_bfloat16(out)
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=stores[:, None])
+    tl.store(
+        (out_ptr + out_row * stride_out_token + head * stride_out_head)[:, None] + d[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=stores[:, None],
+    )
     if STORE_LSE:
-        lse_ptrs = lse_ptr + tl.cast(split, tl.int64) * stride_lse_split
-        tl.store(lse_ptrs + head * stride_lse_head + token, lse, mask=row_exists)
+        tl.store(lse_ptr + head * stride_lse_head + out_row, lse, mask=row_exists)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "max_rows"])
 def _merge_splits_kernel(
-    parts_ptr,  # float32 [splits, T, Hq, D]
-    parts_lse_ptr,  # float32 [splits, Hq, T]
+    parts_ptr,  # float32 [splits, R * max_rows, Hq, D]
+    parts_lse_ptr,  # float32 [splits, Hq, R * max_rows]
     out_ptr,  # [T, Hq, D]
     seq_lens_ptr,  # int32 [R]
     query_start_loc_ptr,  # int32 [R + 1]
     slots_ptr,  # int32 [R]; unused unless TREES_ONLY
     num_splits,
+    max_rows,
     stride_part_split,
-    stride_part_token,
+    stride_part_row,
     stride_part_head,
     stride_lse_split,
     stride_lse_head,
@@ -425,10 +428,11 @@ def _merge_splits_kernel(
     num_rows = tl.load(query_start_loc_ptr + request + 1) - first_token
     if (row >= num_rows) | (tl.load(seq_lens_ptr + request) < num_rows):
         return
-    if TREES_ONLY:
+    if TREES_ONLY:  # noqa: SIM102
         if tl.load(slots_ptr + request) < 0:
             return
     token = (first_token + row).to(tl.int64)
+    part_row = request.to(tl.int64) * max_rows + row
     g = tl.arange(0, BLOCK_G)
     in_group = g < GROUP
     head = kv_head * GROUP + g
@@ -437,7 +441,7 @@ def _merge_splits_kernel(
         parts_lse_ptr
         + s.to(tl.int64)[:, None] * stride_lse_split
         + head[None, :] * stride_lse_head
-        + token,
+        + part_row,
         mask=(s < num_splits)[:, None] & in_group[None, :],
         other=float("-inf"),
     )
@@ -448,14 +452,14 @@ def _merge_splits_kernel(
     d = tl.arange(0, HEAD_DIM)
     out = tl.full([BLOCK_G, HEAD_DIM], 0.0, dtype=tl.float32)
     part_ptrs = (
-        parts_ptr + token * stride_part_token + (head * stride_part_head)[:, None] + d[None, :]
+        parts_ptr + part_row * stride_part_row + (head * stride_part_head)[:, None] + d[None, :]
     )
     for split in range(num_splits):
         part_lse = tl.load(
             parts_lse_ptr
             + tl.cast(split, tl.int64) * stride_lse_split
             + head * stride_lse_head
-            + token,
+            + part_row,
             mask=in_group,
             other=float("-inf"),
         )
@@ -547,10 +551,10 @@ def tree_attention(
         num_splits = choose_num_splits(programs, max_seq_len, q.device)
     split = num_splits > 1
     if split:
-        target = torch.empty((num_splits, *q.shape), dtype=torch.float32, device=q.device)
-        lse = torch.empty(
-            (num_splits, q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device
-        )
+        # By request and row, not by token: a prompt in the batch must not size the parts.
+        rows, num_heads = num_requests * max_query_len, q.shape[1]
+        target = q.new_empty((num_splits, rows, num_heads, head_dim), dtype=torch.float32)
+        lse = q.new_empty((num_splits, num_heads, rows), dtype=torch.float32)
         target_strides, lse_strides = target.stride()[:3], lse.stride()[:2]
     else:
         target, lse = out, None
@@ -573,6 +577,7 @@ def tree_attention(
         ancestors,
         scale,
         num_splits,
+        max_query_len,
         target_strides,
         lse_strides,
         group=group,
@@ -590,6 +595,7 @@ def tree_attention(
             query_start_loc,
             slots if trees_only else seq_lens,
             num_splits,
+            max_query_len,
             *target_strides,
             *lse_strides,
             *out.stride()[:2],
@@ -678,6 +684,7 @@ def tree_suffix_attention(
         ancestors,
         scale,
         1,
+        max_query_len,
         (0, *out.stride()[:2]),
         (0, 0 if lse is None else lse.stride(0)),
         group=group,
@@ -706,6 +713,7 @@ def _launch(
     ancestors,
     scale,
     num_splits,
+    max_rows,
     out_strides,
     lse_strides,
     *,
@@ -733,6 +741,7 @@ def _launch(
         ancestors if trees else seq_lens,
         scale * _LOG2_E.value,
         num_splits,
+        max_rows,
         *q.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
