@@ -7,6 +7,8 @@ errors of the *import*, so this module imports nothing that can fail and raises 
 
 from __future__ import annotations
 
+import os
+
 SUPPORTED_VLLM = "0.32.0"
 
 _TARGETS = {
@@ -28,6 +30,10 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from ddtree_vllm.cpu.interpreter import quicken
+
+        quicken()
     for architecture, target in _TARGETS.items():
         if not _is_registered(ModelRegistry, architecture, target):
             ModelRegistry.register_model(architecture, target)
