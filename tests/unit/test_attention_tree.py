@@ -41,9 +41,9 @@ class Batch:
     max_query_len: int
     max_seq_len: int
 
-    def run(self, **options) -> torch.Tensor:
-        """The kernel's output; rows it did not write are NaN."""
-        out = self.out.fill_(float("nan"))
+    def run(self, unwritten: float = float("nan"), **options) -> torch.Tensor:
+        """The kernel's output; rows it did not write are `unwritten`."""
+        out = self.out.fill_(unwritten)
         return tree_attention(
             self.q,
             self.key_cache,
@@ -237,9 +237,9 @@ def test_trees_and_linear_requests_and_padding_in_one_batch(rng, device):
 def test_rows_without_a_sequence_are_padding(rng, device):
     requests = [Request(20, 4, random_tree(rng, 4)), Request(0, 3, seq_len=0)]
     batch = make_batch(rng, device, requests)
-    out = batch.run()
-    assert_close(out, batch.reference()[0])
-    assert out[4:].isnan().all()
+    expected, _ = batch.reference()
+    expected[4:] = 7.0
+    assert_close(batch.run(unwritten=7.0), expected)
 
 
 def test_a_truncated_tree_is_the_whole_tree_without_its_last_rows(rng, device):
@@ -393,7 +393,7 @@ def test_suffix_alone_gives_the_parts_of_a_merge(rng, device):
     torch.testing.assert_close(merged_lse, whole_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("empty_lse", [float("-inf"), float("inf"), float("nan")])
+@pytest.mark.parametrize("empty_lse", [float("-inf"), float("inf"), float("nan"), 3.0])
 def test_an_empty_prefix_is_not_read(rng, device, empty_lse):
     """Kernels differ in what they leave for a row without keys."""
     batch = make_batch(rng, device, [Request(0, 14), Request(25, 3, chain(3))])
