@@ -146,7 +146,7 @@ def _tree_config(ours: argparse.Namespace) -> DDTreeConfig | None:
     if ours.budget is not None:
         values["budget"] = _whole_number("--budget", ours.budget)
     elif isinstance(values.get("static_tree"), list):
-        values["budget"] = len(values["static_tree"])
+        values["budget"] = max(1, len(values["static_tree"]))
     else:
         raise ValueError(f"--budget is missing: draft nodes per step, 1 to {MAX_BUDGET}")
     return DDTreeConfig.create(**values)

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ddtree-vllm serve`: what it hands to vLLM, and how it refuses bad input."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ddtree_vllm import __version__, cli
+
+TARGET = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "hidden_size": 8,
+    "vocab_size": 32,
+}
+DRAFTER = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "hidden_size": 8,
+    "vocab_size": 32,
+    "num_target_layers": 4,
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2]},
+}
+
+
+def write_safetensors(path, **shapes):
+    """A float32 safetensors file of zeros: 8 bytes of length, a JSON header, the data."""
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        size = 4
+        for n in shape:
+            size *= n
+        header[name.replace("__", ".")] = {
+            "dtype": "F32",
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(offset))
+
+
+def write_checkpoint(folder, config, **shapes):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    write_safetensors(folder / "model.safetensors", **shapes)
+    return folder
+
+
+@pytest.fixture
+def target(tmp_path):
+    return write_checkpoint(tmp_path / "target", TARGET, lm_head__weight=(32, 8))
+
+
+@pytest.fixture
+def drafter(tmp_path):
+    return write_checkpoint(tmp_path / "drafter", DRAFTER, fc__weight=(8, 16))
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    """Whatever device the machine has, these tests are about the CPU's options."""
+    for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_PLUGINS", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(cli, "_device", lambda: "cpu")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The arguments vLLM would have been started with."""
+    calls = []
+
+    def record(arguments, debug):
+        calls.append(arguments)
+        return 0
+
+    monkeypatch.setattr(cli, "_run_vllm", record)
+    return calls
+
+
+def refusal(capsys, *arguments) -> str:
+    """The sentence `ddtree-vllm serve` ends with; fails unless it is one, with exit code 2."""
+    assert cli.main(["serve", *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ddtree-vllm: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# ---- what is started
+
+
+def test_serve_hands_vllm_the_tree_options_and_the_users(target, drafter, started, capsys):
+    code = cli.main(
+        ["serve", f"{target}", "--drafter", f"{drafter}", "--budget", "31", "--port", "9"]
+    )
+    assert code == 0
+    [[command, model, *options]] = started
+    assert (command, model) == ("serve", str(target))
+    speculative = json.loads(options[options.index("--speculative-config") + 1])
+    assert speculative == {
+        "method": "dflash",
+        "model": str(drafter),
+        "num_speculative_tokens": 31,
+    }
+    assert options[options.index("--port") + 1] == "9"
+    printed = capsys.readouterr().out
+    assert "trees of up to 31 nodes" in printed
+    assert f"vllm serve {target} --worker-cls" in printed
+    assert "TRITON_INTERPRET=1" in printed
+
+
+def test_the_printed_command_is_the_one_that_is_run(target, drafter, started, capsys):
+    cli.main(["serve", f"{target}", "--drafter", f"{drafter}", "--budget=7", "--dtype", "float32"])
+    import shlex
+
+    line = capsys.readouterr().out.splitlines()[1]
+    words = [word for word in shlex.split(line) if "=" not in word.split("{")[0] or "-" in word[:1]]
+    assert words == ["vllm", *started[0]]
+
+
+def test_no_speculation_needs_no_drafter(target, started):
+    assert cli.main(["serve", str(target), "--no-speculation"]) == 0
+    assert "--speculative-config" not in started[0]
+
+
+def test_a_static_tree_sets_the_budget(target, drafter, started, tmp_path):
+    file = tmp_path / "tree.json"
+    file.write_text("[[0], [0, 0], [1]]")
+    for tree in ("[[0],[0,0],[1]]", f"@{file}"):
+        arguments = ["--drafter", f"{drafter}", "--policy", "static", "--static-tree", tree]
+        assert cli.main(["serve", str(target), *arguments]) == 0
+        options = started.pop()
+        entry = json.loads(options[options.index("--additional-config") + 1])["ddtree"]
+        assert entry == {
+            "budget": 3,
+            "policy": "static",
+            "static_tree": [[0], [0, 0], [1]],
+        }
+
+
+@pytest.mark.parametrize(
+    ("option", "added"),
+    [
+        ((), True),
+        (("--kv-cache-memory-bytes", "5"), False),
+        (("--kv_cache_memory_bytes=5",), False),
+        (("--gpu-memory-utilization", "0.5"), False),
+    ],
+)
+def test_the_cpu_gets_a_small_kv_cache_unless_the_user_sizes_it(target, started, option, added):
+    cli.main(["serve", str(target), "--no-speculation", *option])
+    assert (
+        "--kv-cache-memory-bytes" in started[0][-2:] and started[0][-1] == str(1 << 30)
+    ) == added
+
+
+def test_names_on_hugging_face_are_left_to_vllm(started, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    arguments = ["--drafter", "z-lab/Qwen3.6-27B-DFlash", "--budget", "31"]
+    assert cli.main(["serve", "Qwen/Qwen3.6-27B", *arguments]) == 0
+    assert started[0][1] == "Qwen/Qwen3.6-27B"
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--budget", "0"], "budget must be between 1 and 127 nodes, not 0"),
+        (["--budget", "128"], "budget must be between 1 and 127 nodes, not 128"),
+        (["--budget", "many"], "--budget must be a whole number, not 'many'"),
+        ([], "--budget is missing"),
+        (["--budget", "7", "--policy", "best"], "policy must be 'ddtree', 'chain' or 'static'"),
+        (["--budget", "7", "--top-k", "0"], "top_k must be between 1 and 127"),
+        (["--budget", "7", "--policy", "static"], "needs a static tree"),
+        (["--policy", "static", "--static-tree", "[[0"], "--static-tree is not valid JSON"),
+        (["--policy", "static", "--static-tree", "[[0,1]]"], "parent of node [0, 1] is missing"),
+        (["--policy", "static", "--static-tree", "[[0],[0]]"], "appears twice"),
+        (["--policy", "static", "--static-tree", "[]"], "no nodes"),
+        (["--policy", "static", "--static-tree", "@no-such-file"], "No such file"),
+        (["--static-tree", "[[0]]"], "it belongs to 'static'"),
+        (["--budget", "7", "--spec-tokens", "8"], "num_speculative_tokens is 8 there, but 7"),
+        (["--budget", "7", "--no-speculation"], "leave out --drafter, --budget"),
+    ],
+)
+def test_wrong_options_are_refused(target, drafter, started, capsys, options, sentence):
+    assert sentence in refusal(capsys, target, "--drafter", drafter, *options)
+    assert started == []
+
+
+def test_a_static_tree_deeper_than_the_drafters_block_is_refused(target, drafter, capsys):
+    chain = json.dumps([[0] * depth for depth in range(1, 17)])
+    sentence = refusal(
+        capsys, target, "--drafter", drafter, "--policy", "static", "--static-tree", chain
+    )
+    assert "is at depth 16" in sentence
+    assert "drafts 15 positions" in sentence
+
+
+def test_the_model_comes_first(capsys):
+    assert "MODEL comes first, before --port" in refusal(capsys, "--port", 8000, "MODEL")
+
+
+def test_a_missing_drafter_option_is_refused(target, capsys):
+    assert "--drafter is missing" in refusal(capsys, target, "--budget", 31)
+
+
+def test_paths_that_do_not_exist_are_refused(target, drafter, tmp_path, capsys):
+    gone = tmp_path / "gone"
+    assert f"the target {gone} does not exist" in refusal(
+        capsys, gone, "--drafter", drafter, "--budget", 31
+    )
+    assert f"the drafter {gone} does not exist" in refusal(
+        capsys, target, "--drafter", gone, "--budget", 31
+    )
+
+
+def test_a_name_on_hugging_face_that_is_not_cached_is_refused_offline(drafter, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    sentence = refusal(capsys, "nobody/nothing-at-all", "--drafter", drafter, "--budget", 31)
+    assert "the target nobody/nothing-at-all does not exist" in sentence
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda f: (f / "model.safetensors").unlink(), "weights are missing"),
+        (lambda f: (f / "model.safetensors").write_text("version https://git-lfs"), "pointer"),
+        (lambda f: (f / "model.safetensors").write_bytes(b""), "not a safetensors file"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes(
+                (f / "model.safetensors").read_bytes()[:-1]
+            ),
+            "is cut short",
+        ),
+        (lambda f: (f / "config.json").unlink(), "has no config.json"),
+        (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
+        (lambda f: (f / "config.json").write_text("[]"), "is not a JSON object"),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {"a": "model-00002.safetensors"}})
+            ),
+            "weights are incomplete",
+        ),
+    ],
+)
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_a_damaged_checkpoint_is_refused(target, drafter, capsys, role, damage, sentence):
+    damage({"target": target, "drafter": drafter}[role])
+    told = refusal(capsys, target, "--drafter", drafter, "--budget", 31)
+    assert sentence in told
+    assert f"the {role}" in told
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "is no DFlash drafter"),
+        ({"architectures": None}, "is no DFlash drafter"),
+        ({"hidden_size": 16}, "expects a hidden size of 16, and the target's is 8"),
+        ({"vocab_size": 64}, "expects a vocabulary size of 64, and the target's is 32"),
+        ({"num_target_layers": 8}, "expects a number of layers of 8, and the target's is 4"),
+        ({"block_size": None}, "block_size"),
+        ({"dflash_config": {"mask_token_id": 3}}, "target_layer_ids is missing"),
+        ({"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id"),
+        (
+            {"dflash_config": {"mask_token_id": 32, "target_layer_ids": [0, 2]}},
+            "mask_token_id is 32",
+        ),
+        (
+            {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 4]}},
+            "reads the hidden state of layer 4, and the target has layers 0 to 3",
+        ),
+        (
+            {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 1, 2]}},
+            "fc.weight takes 16 inputs, but 3 hidden states of the target are 24",
+        ),
+    ],
+)
+def test_a_wrong_drafter_is_refused(target, drafter, capsys, change, sentence):
+    (drafter / "config.json").write_text(json.dumps({**DRAFTER, **change}))
+    assert sentence in refusal(capsys, target, "--drafter", drafter, "--budget", 31)
+
+
+def test_a_multimodal_targets_language_model_is_what_counts(tmp_path, drafter, started):
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": TARGET}
+    target = write_checkpoint(tmp_path / "multimodal", config, w=(1,))
+    assert cli.main(["serve", f"{target}", "--drafter", f"{drafter}", "--budget", "7"]) == 0
+
+
+# ---- the environment
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("VLLM_USE_V2_MODEL_RUNNER", "0"), ("VLLM_PLUGINS", "lora_filesystem_resolver")],
+)
+def test_a_contradicting_environment_is_refused(target, name, value):
+    done = subprocess.run(
+        [sys.executable, "-m", "ddtree_vllm.cli", "serve", str(target), "--no-speculation"],
+        env={"PATH": "/usr/bin:/bin", name: value},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"{name}={value}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---- the command itself
+
+
+def run(*arguments, timeout=240):
+    return subprocess.run(
+        [sys.executable, "-m", "ddtree_vllm.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def test_bad_input_ends_in_one_sentence_exit_code_2_and_no_traceback(target, drafter):
+    done = run("serve", target, "--drafter", drafter, "--budget", 0)
+    assert done.returncode == 2
+    assert done.stderr == "ddtree-vllm: budget must be between 1 and 127 nodes, not 0\n"
+
+
+def test_debug_shows_the_traceback(target, drafter):
+    done = run("serve", target, "--drafter", drafter, "--budget", 0, "--debug")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+def test_version_and_help():
+    assert run("--version").stdout == f"ddtree-vllm {__version__}\n"
+    assert "--drafter" in run("serve", "--help").stdout
+    assert run().returncode == 2
+    assert run("serve").returncode == 2
+    assert run("no-such-command").returncode == 2
+
+
+def test_what_vllm_refuses_is_told_in_one_sentence_too(target):
+    done = run("serve", target, "--no-speculation", "--max-model-len", "-5")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("ddtree-vllm: ")]
