@@ -104,8 +104,9 @@ def _best_first_kernel(
         score = tl.where(popped, parent_score + sibling.to(tl.float64), score)
         score = tl.where(new, best + child.to(tl.float64), score)
         parent_score = tl.where(new, best, parent_score)
-        later = entry > (chosen | 0x1FFFFF)
+        later = entry > (chosen | 0x1FFFFF)  # compares the places
         entry += tl.where(popped, (1 << 21) + 1, tl.where(later, 1 << 21, 0))
+        # Of `below` the child keeps place and depth; its parent is `row`, its rank 0.
         entry = tl.where(new, (below & 0x1FE03F80) | (row << 14), entry)
 
     is_node = popped_entry >= 0

@@ -102,7 +102,7 @@ def test_kernel_equals_exhaustive_search(depth, candidates, step, torch_rng, dev
     assert nodes == exhaustive(log_probs.tolist(), budget)
 
 
-@pytest.mark.parametrize("budget", range(1, 41))
+@pytest.mark.parametrize("budget", [1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 38, 39, 40])
 def test_kernel_equals_exhaustive_search_at_budget(budget, torch_rng, device):
     log_probs = random_log_probs(torch_rng, 3, 3, step=0.5)
     nodes = build(log_probs, budget, device).rank_tuples()
@@ -112,12 +112,11 @@ def test_kernel_equals_exhaustive_search_at_budget(budget, torch_rng, device):
 @pytest.mark.slow
 @pytest.mark.parametrize(("depth", "candidates"), SMALL_SHAPES)
 def test_kernel_equals_exhaustive_search_at_every_budget(depth, candidates, torch_rng, device):
-    for step in (None, 0.5, 4.0):
-        log_probs = random_log_probs(torch_rng, depth, candidates, step=step)
-        total = sum(candidates**d for d in range(1, depth + 1))
-        everything = exhaustive(log_probs.tolist(), total)
-        for budget in range(1, min(total + 2, 127) + 1):
-            assert build(log_probs, budget, device).rank_tuples() == everything[:budget]
+    log_probs = random_log_probs(torch_rng, depth, candidates, step=0.5)
+    total = sum(candidates**d for d in range(1, depth + 1))
+    everything = exhaustive(log_probs.tolist(), total)
+    for budget in range(1, min(total + 2, 127) + 1):
+        assert build(log_probs, budget, device).rank_tuples() == everything[:budget]
 
 
 def test_all_scores_equal_gives_lexicographic_order(device):

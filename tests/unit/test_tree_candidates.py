@@ -24,24 +24,27 @@ def test_equals_log_softmax_and_stable_sort(rows, vocab, k, torch_rng, device):
     torch.testing.assert_close(log_probs.double(), expected, rtol=0, atol=5e-6)
 
 
-def test_equal_logits_go_to_the_lower_token_id(torch_rng, device):
-    logits = torch.randint(-2, 3, (4, 9000), generator=torch_rng).float().to(device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_logits_go_to_the_lower_token_id(dtype, torch_rng, device):
+    logits = torch.randint(-2, 3, (4, 9000), generator=torch_rng).to(dtype).to(device)
     _, tokens = top_k_log_probs(logits, 30)
     for row in range(4):
         top = (logits[row] == 2).nonzero().flatten()
         assert torch.equal(tokens[row], top[:30])
 
 
-def test_negative_zero_ties_with_zero(device):
-    logits = torch.tensor([[-1.0, -0.0, 0.0, -0.0]], device=device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_negative_zero_ties_with_zero(dtype, device):
+    logits = torch.tensor([[-1.0, -0.0, 0.0, -0.0]], dtype=dtype, device=device)
     assert top_k_log_probs(logits, 4)[1].tolist() == [[1, 2, 3, 0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_logits_are_widened_first(dtype, torch_rng, device):
-    logits = torch.randn(3, 5000, generator=torch_rng).mul(3).to(dtype).to(device)
-    log_probs, tokens = top_k_log_probs(logits, 16)
-    expected, order = top_k_log_probs_reference(logits, 16)
+@pytest.mark.parametrize("mean", [0.0, -40.0])
+def test_half_precision_logits_keep_their_values(dtype, mean, torch_rng, device):
+    logits = torch.randn(3, 5000, generator=torch_rng).mul(3).add(mean).to(dtype).to(device)
+    log_probs, tokens = top_k_log_probs(logits, 20)
+    expected, order = top_k_log_probs_reference(logits, 20)
     assert torch.equal(tokens, order)
     torch.testing.assert_close(log_probs.double(), expected, rtol=0, atol=5e-6)
 
@@ -57,8 +60,9 @@ def test_result_is_sorted_and_never_above_zero(torch_rng, device):
     assert log_probs[-1, 0] == 0
 
 
-def test_masked_tokens_come_last_with_minus_infinity(device):
-    logits = torch.full((2, 5000), -math.inf, device=device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_tokens_come_last_with_minus_infinity(dtype, device):
+    logits = torch.full((2, 5000), -math.inf, dtype=dtype, device=device)
     logits[0, 4321] = 1.5
     logits[0, 7] = 1.5
     log_probs, tokens = top_k_log_probs(logits, 4)
