@@ -112,7 +112,8 @@ def plan(
     )
     best: Partition = choices[size]["partition"]
     for index in best.idle:
-        excluded[index] = f"left over: {len(members)} GPUs make {len(best.groups)} groups of {size}"
+        made = f"{len(best.groups)} group{'s' if len(best.groups) > 1 else ''}"
+        excluded[index] = f"left over: {len(members)} GPUs make {made} of {size}"
     if model_memory_mib == 0:
         warnings.append("model_memory_mib is not given: whether the model fits was not checked.")
     elif not members[0].memory_mib:
