@@ -51,9 +51,9 @@ def tree_causal_conv(
         out: [T, C], written for tree rows.
         stash: `conv[layer]` is written.
     """
-    num_channels, width = _check(x, weight, conv_state, out)
     if rows.num_reqs == 0 or rows.max_num_rows == 0:
         return
+    num_channels, width = _check(x, weight, conv_state, out)
     block_rows, block_channels = _tiles(rows.max_num_rows, num_channels)
     raw = stash.conv[layer]
     grid = (
@@ -116,10 +116,10 @@ def causal_conv(
         has_initial_state: bool [R], False starts from zeros; None: all have one.
         max_query_len: the most rows of a sequence; known on the host.
     """
-    num_channels, width = _check(x, weight, conv_state, out)
     num_reqs = state_slots.shape[0]
     if num_reqs == 0 or max_query_len == 0:
         return
+    num_channels, width = _check(x, weight, conv_state, out)
     block_rows, block_channels = _tiles(max_query_len, num_channels)
     grid = (
         triton.cdiv(num_channels, block_channels),

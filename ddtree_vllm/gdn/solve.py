@@ -27,11 +27,11 @@ def gates(a, b, a_log, dt_bias):
     (Goldberg 1991, theorem 4): without it slow decays lose all their digits.
     """
     x = a + dt_bias
-    y = tl.exp(x)
+    y = tl.exp(tl.minimum(x, 20.0))
     one_plus = 1.0 + y
     rounded = one_plus - 1.0
     log1p = tl.where(rounded == 0.0, y, tl.log(one_plus) * (y / rounded))
-    g = -tl.exp(a_log) * tl.where(x <= 20.0, log1p, x)
+    g = -tl.exp(a_log) * tl.where(x > 20.0, x, log1p)
     return g, 1.0 / (1.0 + tl.exp(-b))
 
 

@@ -63,11 +63,11 @@ def verify_tree(
     Raises:
         ValueError: shapes that do not fit each other, or a head size that is not 64 or 128.
     """
+    if rows.num_reqs == 0 or rows.max_num_rows == 0:
+        return
     num_v_heads, head_v_dim, head_k_dim = state.shape[1:]
     num_k_heads = stash.k.shape[2]
     _check(qkv, a, b, state, out, num_k_heads)
-    if rows.num_reqs == 0 or rows.max_num_rows == 0:
-        return
     tiles = row_tiles(min(rows.max_num_rows, tree.ancestors.shape[1]))
     split = value_split(rows.num_reqs, num_v_heads, head_v_dim, tiles.rows)
     grid = (
