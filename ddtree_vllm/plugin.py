@@ -39,11 +39,13 @@ def register() -> None:
             ModelRegistry.register_model(architecture, target)
     if current_platform.is_cpu():
         register_backend(
-            AttentionBackendEnum.CPU_ATTN, "ddtree_vllm.attention.backend.TreeCPUAttentionBackend"
+            AttentionBackendEnum.CPU_ATTN,
+            "ddtree_vllm.attention.cpu_backend.TreeCPUAttentionBackend",
         )
     else:
         register_backend(
-            AttentionBackendEnum.CUSTOM, "ddtree_vllm.attention.backend.TreeFlashAttentionBackend"
+            AttentionBackendEnum.CUSTOM,
+            "ddtree_vllm.attention.flash_backend.TreeFlashAttentionBackend",
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn as nn
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention
@@ -22,13 +22,13 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.mamba_utils import get_mamba_group_ids, get_mamba_groups
 from vllm.v1.worker.utils import AttentionGroup
 
-from ddtree_vllm.attention.backend import TREE_ATTRIBUTE
+from ddtree_vllm.attention.metadata import TREE_ATTRIBUTE
 from ddtree_vllm.cache.compact import KVCacheTable, compact_accepted_kv
 from ddtree_vllm.config import DDTreeConfig
 from ddtree_vllm.engine.positions import to_depth_positions
 from ddtree_vllm.engine.step import TreeStep
 from ddtree_vllm.engine.tree_sampler import TreeRejectionSampler
-from ddtree_vllm.gdn.layer import TreeVerification
+from ddtree_vllm.gdn.layer import TreeVerification, allocate_stash
 from ddtree_vllm.tree import DraftTree
 
 
@@ -56,6 +56,8 @@ class DDTreeModelState(MambaHybridModelState):
         # a row in the order of rows (penalties, bad words, grammar): on a chain that order is the path.
         self.spine_only = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self.step: TreeStep | None = None
+        # Allocated with the weights, so that vLLM's memory profile counts it before it sizes the cache.
+        self.stash = allocate_stash(vllm_config, max_tree_rows(vllm_config), device)
         self._verification: TreeVerification | None = None
         self._kv_layers: list[tuple[int, KVCacheTable]] = []
         self._slot_mappings: torch.Tensor | None = None
@@ -91,7 +93,7 @@ class DDTreeModelState(MambaHybridModelState):
             ],
             tree=self.tree,
             step=self.step,
-            max_rows=max_tree_rows(self.vllm_config),
+            stash=self.stash,
         )
         self._kv_layers = []
         for gid, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -179,15 +181,24 @@ class DDTreeModelState(MambaHybridModelState):
         self, input_batch: InputBatch, req_states: RequestState
     ) -> dict[str, torch.Tensor | None]:
         inputs = super().prepare_inputs(input_batch, req_states)
-        step = self.step
-        assert step is not None
         num_tokens = input_batch.num_tokens_after_padding
         self.tree_positions[:num_tokens].copy_(input_batch.positions[:num_tokens])
-        args = (self.tree.depths, step.slots, step.row_start, step.num_rows, step.num_reqs)
-        to_depth_positions(self.tree_positions, *args)
+        buffers = [self.tree_positions]
         if self.rope_state is None:
-            return {**inputs, "positions": self.tree_positions[:num_tokens]}
-        to_depth_positions(self.rope_state.positions, *args)
+            inputs = {**inputs, "positions": self.tree_positions[:num_tokens]}
+        else:
+            buffers.append(self.rope_state.positions)
+        step = self.step
+        if step is not None:  # None while memory is profiled, before the caches exist
+            for positions in buffers:
+                to_depth_positions(
+                    positions,
+                    self.tree.depths,
+                    step.slots,
+                    step.row_start,
+                    step.num_rows,
+                    step.num_reqs,
+                )
         return inputs
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
@@ -210,11 +221,11 @@ class DDTreeModelState(MambaHybridModelState):
         assert step is not None and self._verification is not None
         num_reqs = idx_mapping.shape[0]
         # vLLM's own commit serves prefill rows only: tree rows carry one state and no block per node.
+        # Their num_accepted_tokens stays 1, so the copy across a block boundary shifts no window.
         others = torch.where(step.slots[:num_reqs] < 0, idx_mapping, -1)
         super().postprocess_state(others, num_sampled, num_computed_tokens)
         if num_reqs == 0 or num_computed_tokens is None:
             return
-        self.num_accepted_tokens_gpu[idx_mapping] = 1
         step.plan_cuts(idx_mapping, num_computed_tokens)
         assert self._slot_mappings is not None
         for gid, table in self._kv_layers:

@@ -42,13 +42,11 @@ class _TreeTarget:
         )
 
 
-class DDTreeQwen3_5ForCausalLM(_TreeTarget, Qwen3_5ForCausalLM):  # noqa: N801 (vLLM's name)
+class DDTreeQwen3_5ForCausalLM(_TreeTarget, Qwen3_5ForCausalLM):
     """Text target."""
 
 
-class DDTreeQwen3_5ForConditionalGeneration(  # noqa: N801 (vLLM's name)
-    _TreeTarget, Qwen3_5ForConditionalGeneration
-):
+class DDTreeQwen3_5ForConditionalGeneration(_TreeTarget, Qwen3_5ForConditionalGeneration):
     """Multimodal target (M-RoPE)."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "model") -> None:

@@ -131,6 +131,7 @@ class DDTreeSpeculator(DFlashSpeculator):
             tokens.view(num_reqs, self.depth, self.top_k),
             self.tree_slots[:num_reqs],
             self.policy,
+            spine_only=self.tree_state.spine_only,
             out_tokens=self.draft_tokens[:num_reqs],
         )
 
@@ -147,5 +148,3 @@ def _with_draft_depth(vllm_config: VllmConfig) -> VllmConfig:
     config = copy.copy(vllm_config)
     config.speculative_config = spec
     return config
-
-

@@ -253,9 +253,7 @@ def _cut_kernel(
     crosses = live & (boundary > before)
     column = boundary // STATE_BLOCK - 1
     table = tl.load(block_tables_ptr + group).to(tl.pointer_type(tl.int32))
-    block = tl.load(
-        table + req.to(tl.int64) * block_table_stride + column, mask=crosses, other=0
-    )
+    block = tl.load(table + req.to(tl.int64) * block_table_stride + column, mask=crosses, other=0)
     kept = crosses & (block > 0)
     tl.store(cut_slots_ptr + group * cut_slots_stride + req, tl.where(kept, block, -1))
     if group == 0:

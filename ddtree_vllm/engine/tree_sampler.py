@@ -63,9 +63,7 @@ class TreeRejectionSampler(RejectionSampler):
             logits, input_batch, input_ids, wants_logprobs=max_num_logprobs >= 0
         )
         # Fresh tensors: the host still copies them while the next step runs.
-        tokens = torch.empty(
-            num_reqs, state.budget + 1, dtype=torch.int64, device=logits.device
-        )
+        tokens = torch.empty(num_reqs, state.budget + 1, dtype=torch.int64, device=logits.device)
         num_sampled = torch.empty(num_reqs, dtype=torch.int32, device=logits.device)
         walk_trees(
             state.tree,
@@ -74,6 +72,7 @@ class TreeRejectionSampler(RejectionSampler):
             sampled,
             WalkOutput(step.path[:num_reqs], step.path_len[:num_reqs], tokens, num_sampled),
             is_tree=step.num_rows[:num_reqs],
+            invalid_drafts=invalid_drafts,
         )
         logprobs = None
         if max_num_logprobs >= 0:

@@ -39,9 +39,7 @@ def _cpu_worker_class() -> type:
             # CPUWorker names its runner class inside init_device and offers no other hook.
             from ddtree_vllm.engine.model_runner import DDTreeCPUModelRunner
 
-            with mock.patch(
-                "vllm.v1.worker.cpu.model_runner.CPUModelRunner", DDTreeCPUModelRunner
-            ):
+            with mock.patch("vllm.v1.worker.cpu.model_runner.CPUModelRunner", DDTreeCPUModelRunner):
                 super().init_device()
 
     DDTreeCPUWorker.__qualname__ = "DDTreeCPUWorker"

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedD
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
+from ddtree_vllm.attention.metadata import TREE_ATTRIBUTE
 from ddtree_vllm.config import uses_trees
 from ddtree_vllm.engine.active import is_active
 from ddtree_vllm.gdn.commit import StateTable, commit_paths
@@ -120,8 +121,6 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         metadata: GDNAttentionMetadata,
     ) -> None:
         """Outputs of all tree rows, and the stash that lets the accepted path be committed."""
-        from ddtree_vllm.attention.backend import TREE_ATTRIBUTE
-
         step: TreeStep | None = getattr(metadata, TREE_ATTRIBUTE, None)
         if step is None or step.max_rows == 0:
             return
@@ -260,6 +259,30 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         return weight.reshape(weight.shape[0], weight.shape[-1])
 
 
+def allocate_stash(vllm_config: VllmConfig, max_rows: int, device: torch.device) -> Stash:
+    """The stash of all recurrent layers that this process has built.
+
+    Args:
+        max_rows: the most tree rows a step can hold, over all its requests.
+    """
+    layers = [
+        layer
+        for layer in vllm_config.compilation_config.static_forward_context.values()
+        if isinstance(layer, TreeGatedDeltaNetAttention)
+    ]
+    first = layers[0]
+    return Stash.allocate(
+        num_layers=len(layers),
+        max_rows=max_rows,
+        num_k_heads=first.num_k_heads // first.tp_size,
+        num_v_heads=first.num_v_heads // first.tp_size,
+        head_k_dim=first.head_k_dim,
+        head_v_dim=first.head_v_dim,
+        dtype=vllm_config.model_config.dtype,
+        device=device,
+    )
+
+
 class TreeVerification:
     """What the recurrent layers of one model share: the stash, and the commit of accepted paths."""
 
@@ -268,26 +291,15 @@ class TreeVerification:
         groups: Sequence[Sequence[TreeGatedDeltaNetAttention]],
         tree: DraftTree,
         step: TreeStep,
-        max_rows: int,
+        stash: Stash,
     ) -> None:
         """Args:
         groups: the layers of each recurrent KV-cache group, which share a block table.
-        max_rows: the most tree rows a step can hold.
         """
         layers = [layer for group in groups for layer in group]
-        first = layers[0]
         self.step = step
         self.tree = tree
-        self.stash = Stash.allocate(
-            num_layers=len(layers),
-            max_rows=max_rows,
-            num_k_heads=first.num_k_heads // first.tp_size,
-            num_v_heads=first.num_v_heads // first.tp_size,
-            head_k_dim=first.head_k_dim,
-            head_v_dim=first.head_v_dim,
-            dtype=first.model_config.dtype,
-            device=first.kv_cache[1].device,
-        )
+        self.stash = stash
         number = 0
         for index, group in enumerate(groups):
             for layer in group:
@@ -299,7 +311,7 @@ class TreeVerification:
             [(layer._conv_state(), layer.kv_cache[1]) for layer in layers],
             groups=[layer.state_group for layer in layers],
         )
-        self.conv_width = first.conv_kernel_size
+        self.conv_width = layers[0].conv_kernel_size
 
     def commit(self, num_reqs: int) -> None:
         """Advance every layer's state along the accepted paths; keep the state at block boundaries."""

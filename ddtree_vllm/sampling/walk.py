@@ -65,6 +65,7 @@ def _walk_kernel(
     cu_num_logits_ptr,  # [R+1]
     sampled_ptr,  # [T]
     is_tree_ptr,  # [R] or None
+    invalid_ptr,  # [T] or None
     path_ptr,  # int32 [B, N+1]
     path_len_ptr,  # int32 [B]
     sampled_tokens_ptr,  # int64 [B, N+1]
@@ -95,6 +96,9 @@ def _walk_kernel(
     is_node = is_tree & (lanes > 0) & (lanes <= last_row)
     parent = tl.load(parents_ptr + slot * (N + 1) + lanes, mask=is_node, other=-1)
     token = tl.load(tokens_ptr + slot * N + lanes - 1, mask=is_node, other=-1)
+    if invalid_ptr is not None:
+        invalid = tl.load(invalid_ptr + first + lanes, mask=is_node, other=0) != 0
+        parent = tl.where(invalid, -1, parent)
     sampled_at_parent = tl.load(
         sampled_ptr + first + parent, mask=is_node & (parent >= 0), other=-2
     )
@@ -128,6 +132,7 @@ def walk_trees(
     output: WalkOutput,
     *,
     is_tree: torch.Tensor | None = None,
+    invalid_drafts: torch.Tensor | None = None,
 ) -> None:
     """Walks the tree of every request of a batch. Never waits for the device.
 
@@ -143,11 +148,13 @@ def walk_trees(
         output: written whole: rows past R get what a padded request gets.
         is_tree: bool or integer [R], 0 for a request whose logits rows are not a tree (a prefill
             chunk): it gets the token sampled at its first logits row, and no path. None: all are.
+        invalid_drafts: bool [T], drafts that may not be accepted whatever was sampled: a grammar
+            has ruled them out. None: all may.
 
     Raises:
         ValueError: shapes that do not belong together.
     """
-    _launch(tree, slots, cu_num_logits, sampled, output, is_tree)
+    _launch(tree, slots, cu_num_logits, sampled, output, is_tree, invalid_drafts)
 
 
 def _launch(
@@ -157,6 +164,7 @@ def _launch(
     sampled: torch.Tensor,
     output: WalkOutput,
     is_tree: torch.Tensor | None,
+    invalid_drafts: torch.Tensor | None = None,
     block_r: int | None = None,
 ) -> None:
     require_runnable(sampled, "sampled")
@@ -187,6 +195,7 @@ def _launch(
         cu_num_logits,
         sampled,
         is_tree,
+        invalid_drafts,
         output.path,
         output.path_len,
         output.sampled_tokens,

@@ -43,6 +43,7 @@ def _best_first_kernel(
     top_tokens_stride_r,
     top_tokens_stride_d,
     slots_ptr,  # [R]
+    spine_only_ptr,  # [S] or None
     tokens_ptr,  # the fields of DraftTree, from here ...
     parents_ptr,
     depths_ptr,
@@ -64,6 +65,9 @@ def _best_first_kernel(
     request = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     slot = tl.load(slots_ptr + request, mask=request < num_requests, other=-1).to(tl.int64)
     live = slot >= 0
+    branches = live
+    if spine_only_ptr is not None:
+        branches = live & (tl.load(spine_only_ptr + slot, mask=live, other=0) == 0)
     lanes = tl.zeros([BLOCK_R, BLOCK], tl.int32) + tl.arange(0, BLOCK)[None, :]
     row_of_depth_1 = log_probs_ptr + request.to(tl.int64) * log_probs_stride_r
     row_of_depth_0 = row_of_depth_1 - log_probs_stride_d  # never read: where offsets start
@@ -96,7 +100,8 @@ def _best_first_kernel(
         child_at = row_of_depth_1 + offset
         child = tl.load(child_at, mask=exists & (depth < L), other=-float("inf"))
         sibling_at = row_of_depth_0 + offset + next_rank
-        sibling = tl.load(sibling_at, mask=exists & (next_rank < K), other=-float("inf"))
+        has_sibling = exists & branches & (next_rank < K)
+        sibling = tl.load(sibling_at, mask=has_sibling, other=-float("inf"))
 
         # The sibling replaces the popped entry, one place on; entries of later places move up; the
         # child takes the popped entry's place and a new lane.
@@ -149,6 +154,7 @@ def _fixed_shape_kernel(
     top_tokens_stride_r,
     top_tokens_stride_d,
     slots_ptr,
+    spine_only_ptr,
     tokens_ptr,
     parents_ptr,
     depths_ptr,
@@ -166,6 +172,9 @@ def _fixed_shape_kernel(
 ):
     request = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     slot = tl.load(slots_ptr + request, mask=request < num_requests, other=-1).to(tl.int64)
+    branches = slot >= 0
+    if spine_only_ptr is not None:
+        branches = branches & (tl.load(spine_only_ptr + slot, mask=branches, other=0) == 0)
     lanes = tl.zeros([BLOCK_R, BLOCK], tl.int32) + tl.arange(0, BLOCK)[None, :]
     in_shape = (lanes > 0) & (lanes <= shape_len)
     parent = tl.load(shape_parents_ptr + lanes - 1, mask=in_shape, other=0)
@@ -176,7 +185,8 @@ def _fixed_shape_kernel(
     at = request.to(tl.int64) * log_probs_stride_r + (depth - 1) * log_probs_stride_d + rank
     log_prob = tl.load(log_probs_ptr + at, mask=in_shape & (slot >= 0), other=-float("inf"))
     # A node exists if its token and those of all its ancestors are possible (see _write_tree).
-    present = ((log_prob > -float("inf")) | (lanes == 0)).to(tl.int32)
+    possible = (log_prob > -float("inf")) & (branches | (rank <= 0))
+    present = (possible | (lanes == 0)).to(tl.int32)
     link = parent
     for _ in tl.static_range(CLOSURE_STEPS):
         present = present & tl.gather(present, link, axis=1)
@@ -290,6 +300,7 @@ def build_draft_trees(
     slots: torch.Tensor,
     policy: TreePolicy,
     *,
+    spine_only: torch.Tensor | None = None,
     out_tokens: torch.Tensor | None = None,
 ) -> None:
     """Builds one tree per request and writes it to the request's slot. Never waits for the device.
@@ -303,12 +314,14 @@ def build_draft_trees(
         top_tokens: int64 [R, L, k], their global token ids.
         slots: int32 [R], slot of each request; -1: a padded request, for which nothing is written.
         policy: from `make_policy`, for this L, this k and `tree.budget`.
+        spine_only: integer [S], if given: nonzero where a slot's tree must be a chain, whatever the
+            policy: of its nodes only those of rank 0, all the way down, are kept.
         out_tokens: integer [R, N], if given: a copy of the batch's draft tokens, padding 0.
 
     Raises:
         ValueError: shapes that do not belong together.
     """
-    _launch(tree, top_log_probs, top_tokens, slots, policy, out_tokens)
+    _launch(tree, top_log_probs, top_tokens, slots, policy, out_tokens, spine_only=spine_only)
 
 
 def _launch(
@@ -319,6 +332,7 @@ def _launch(
     policy: TreePolicy,
     out_tokens: torch.Tensor | None,
     block_r: int | None = None,
+    spine_only: torch.Tensor | None = None,
 ) -> None:
     require_runnable(top_log_probs, "top_log_probs")
     if top_log_probs.ndim != 3 or top_tokens.shape != top_log_probs.shape:
@@ -367,6 +381,7 @@ def _launch(
         top_tokens.stride(0),
         top_tokens.stride(1),
         slots,
+        spine_only,
         tree.tokens,
         tree.parents,
         tree.depths,

@@ -34,7 +34,9 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     try:
         outputs, steps = serve(llm, job["requests"], job.get("hooks", {}))
         counters = {
-            m.name: m.value for m in llm.get_metrics() if m.name.startswith("vllm:") and hasattr(m, "value")
+            m.name: m.value
+            for m in llm.get_metrics()
+            if m.name.startswith("vllm:") and hasattr(m, "value")
         }
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -61,7 +63,9 @@ def serve(llm: Any, requests: list[dict], hooks: dict) -> tuple[list[dict], int]
     from vllm import SamplingParams
 
     engine = llm.llm_engine
-    outputs: list[dict] = [{"token_ids": [], "finish_reason": None} for _ in requests]
+    outputs: list[dict] = [
+        {"token_ids": [], "finish_reason": None, "emitted": []} for _ in requests
+    ]
     waiting = set(range(len(requests)))
     ended: set[int] = set()
     step = 0
@@ -94,6 +98,8 @@ def serve(llm: Any, requests: list[dict], hooks: dict) -> tuple[list[dict], int]
             if i in ended:
                 continue
             completion = output.outputs[0]
+            # Tokens by step: the first entry is the prefill's, each later one a verification's.
+            outputs[i]["emitted"].append(len(completion.token_ids) - len(outputs[i]["token_ids"]))
             outputs[i]["token_ids"] = list(completion.token_ids)
             outputs[i]["num_cached"] = output.num_cached_tokens
             if completion.logprobs:

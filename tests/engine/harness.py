@@ -15,7 +15,23 @@ from typing import Any
 
 ENGINE_PROCESS = Path(__file__).with_name("engine_process.py")
 ENGINE_TIMEOUT_S = 900
-CPU_WORKER = "ddtree_vllm.engine.worker.DDTreeCPUWorker"
+# tests/conftest.py switches the interpreter on where there is no GPU.
+ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE_OPTIONS: dict[str, Any] = (
+    {
+        "worker_cls": "ddtree_vllm.engine.worker.DDTreeCPUWorker",
+        "dtype": "float32",
+        "enforce_eager": True,
+    }
+    if ON_CPU
+    else {
+        "worker_cls": "ddtree_vllm.engine.worker.DDTreeWorker",
+        "attention_backend": "CUSTOM",
+        "dtype": "bfloat16",
+        "gdn_prefill_backend": "triton",
+        "gpu_memory_utilization": 0.3,
+    }
+)
 
 
 @dataclass
@@ -35,12 +51,9 @@ class Job:
             "skip_tokenizer_init": True,
             "max_model_len": 512,
             "max_num_seqs": 8,
-            "enforce_eager": True,
-            "dtype": "float32",
             "disable_log_stats": False,
-            "worker_cls": CPU_WORKER,
             "seed": 0,
-        }
+        } | DEVICE_OPTIONS
         if self.budget is not None:
             entry: dict[str, Any] = {"budget": self.budget, "policy": self.policy}
             if self.static_tree is not None:
@@ -77,7 +90,9 @@ class Result:
         return 1 + self.counters["vllm:spec_decode_num_accepted_tokens"] / drafts
 
 
-def run(pair: tuple[Path, Path], jobs: list[Job], timeout_s: int = ENGINE_TIMEOUT_S) -> list[Result]:
+def run(
+    pair: tuple[Path, Path], jobs: list[Job], timeout_s: int = ENGINE_TIMEOUT_S
+) -> list[Result]:
     """Run the jobs in one fresh process; its log is shown when it fails."""
     with tempfile.TemporaryDirectory() as directory:
         jobs_file, results_file = Path(directory, "jobs.json"), Path(directory, "results.json")
@@ -99,14 +114,17 @@ def run(pair: tuple[Path, Path], jobs: list[Job], timeout_s: int = ENGINE_TIMEOU
 
 
 def engine_environment() -> dict[str, str]:
-    return os.environ | {
-        "TRITON_INTERPRET": "1",
+    common = os.environ | {
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_CI_ENV": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+    }
+    if not ON_CPU:
+        return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return common | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_CI_ENV": "1",
         "OMP_NUM_THREADS": "1",
     }
 

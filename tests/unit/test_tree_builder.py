@@ -534,3 +534,34 @@ def test_launcher_refuses_shapes_that_do_not_belong_together(device):
     for arguments, options, sentence in cases:
         with pytest.raises(ValueError, match=sentence):
             build_draft_trees(tree, *arguments, **options)
+
+
+@pytest.mark.parametrize("policy", ["ddtree", "static"])
+def test_a_slot_marked_spine_only_gets_a_chain_and_its_neighbours_their_trees(
+    policy, torch_rng, device
+):
+    requests, depth, candidates, budget = 3, 4, 3, 11
+    shape = [[0], [1], [0, 0], [0, 1], [0, 0, 0], [1, 0]] if policy == "static" else None
+    scores = torch.rand(requests, depth, candidates, generator=torch_rng).neg()
+    scores = scores.sort(-1, descending=True).values.to(device)
+    tokens = torch.arange(scores.numel(), device=device).view_as(scores)
+    slots = torch.tensor([2, 0, 3], dtype=torch.int32, device=device)
+    chosen = make_policy(
+        policy,
+        budget=budget,
+        depth=depth,
+        candidates=candidates,
+        device=device,
+        static_tree=shape,
+    )
+    free, marked = (DraftTree.allocate(4, budget, device) for _ in range(2))
+    build_draft_trees(free, scores, tokens, slots, chosen)
+    only = torch.tensor([1, 0, 0, 0], dtype=torch.int32, device=device)
+    build_draft_trees(marked, scores, tokens, slots, chosen, spine_only=only)
+    spine = 3 if policy == "static" else depth
+    assert int(marked.num_nodes[0]) == spine
+    assert marked.parents[0, : spine + 1].tolist() == list(range(-1, spine))
+    assert marked.tokens[0, :spine].tolist() == tokens[1, :spine, 0].tolist()
+    for slot in (2, 3):
+        assert marked.parents[slot].equal(free.parents[slot])
+        assert marked.tokens[slot].equal(free.tokens[slot])

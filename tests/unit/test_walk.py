@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ddtree_vllm.sampling.walk import WalkOutput, _launch, walk_reference, walk_trees
-from ddtree_vllm.tree import BestFirst, DraftTree, build_draft_trees
+from ddtree_vllm.tree import BestFirst, DraftTree, build_draft_trees, make_policy
 
 VOCAB = 6
 
@@ -234,3 +234,21 @@ def test_launcher_refuses_shapes_that_do_not_belong_together(device):
     for arguments, options, sentence in cases:
         with pytest.raises(ValueError, match=sentence):
             walk_trees(tree, *arguments, **options)
+
+
+def test_a_draft_ruled_out_by_a_grammar_is_not_accepted_although_it_was_sampled(device):
+    tree = DraftTree.allocate(1, 3, device)
+    policy = make_policy("chain", budget=3, depth=3, candidates=1, device=device)
+    scores = torch.zeros(1, 3, 1, device=device)
+    tokens = torch.tensor([[[5], [6], [7]]], device=device)
+    slots = torch.zeros(1, dtype=torch.int32, device=device)
+    build_draft_trees(tree, scores, tokens, slots, policy)
+    sampled = torch.tensor([5, 6, 7, 8], device=device)
+    cu_num_logits = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    invalid = torch.tensor([False, False, True, True], device=device)
+    output = WalkOutput.allocate(1, 3, device)
+    walk_trees(tree, slots, cu_num_logits, sampled, output, invalid_drafts=invalid)
+    assert output.path[0].tolist() == [0, 1, -1, -1]
+    assert output.sampled_tokens[0].tolist() == [5, 6, -1, -1]
+    walk_trees(tree, slots, cu_num_logits, sampled, output)
+    assert output.sampled_tokens[0].tolist() == [5, 6, 7, 8]

@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM attention backends that let a request's rows be a tree.
-
-Both derive from the stock backend of their device and change one thing: rows that the step marks as
-a tree attend by ancestry. The step travels on the attention metadata (``TREE_ATTRIBUTE``), which the
-drafter's own metadata lacks, so drafting is untouched.
-"""
+"""The CPU attention backend: rows that a step marks as a tree attend by ancestry."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -20,23 +14,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from ddtree_vllm.attention.metadata import TREE_ATTRIBUTE, KeyValueViews
 from ddtree_vllm.attention.store_kv import store_kv
 from ddtree_vllm.attention.tree_attention import tree_attention
 from ddtree_vllm.engine.active import is_active
-
-# The attribute of a layer's attention metadata under which the target's step carries its tree rows.
-TREE_ATTRIBUTE = "ddtree"
-
-
-class KeyValueViews:
-    """What cache compaction needs to know of an attention layer."""
-
-    head_size: int
-
-    def key_value_views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value ``[num_blocks, block_size, Hkv, D]`` of a ``[B, Hkv, block, 2 D]`` cache."""
-        key, value = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        return key, value
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):
@@ -50,8 +31,10 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
     def get_impl_cls() -> type:
         from vllm.config import get_current_vllm_config_or_none
 
-        return TreeCPUAttention if is_active(get_current_vllm_config_or_none()) else (
-            CPUAttentionBackendImpl
+        return (
+            TreeCPUAttention
+            if is_active(get_current_vllm_config_or_none())
+            else (CPUAttentionBackendImpl)
         )
 
     @staticmethod
@@ -108,9 +91,7 @@ class TreeCPUAttention(KeyValueViews, CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if attn_metadata is None or self.attn_type != AttentionType.DECODER:
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output
-            )
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         tokens = attn_metadata.num_actual_tokens
         key_cache, value_cache = self.key_value_views(kv_cache)
         step = getattr(attn_metadata, TREE_ATTRIBUTE, None)
@@ -145,77 +126,3 @@ class TreeCPUAttention(KeyValueViews, CPUAttentionBackendImpl):
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         key_cache, value_cache = self.key_value_views(kv_cache)
         store_kv(key, value, key_cache, value_cache, slot_mapping)
-
-
-def _flash_attention_backend() -> type:
-    """The GPU backend. A function, because FlashAttention's module needs a GPU build of vLLM."""
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
-
-    class TreeFlashAttention(KeyValueViews, FlashAttentionImpl):
-        """FlashAttention for linear rows, the tree kernel for tree rows."""
-
-        def forward(
-            self,
-            layer: Any,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            kv_cache: torch.Tensor,
-            attn_metadata: Any,
-            output: torch.Tensor,
-            output_scale: torch.Tensor | None = None,
-            output_block_scale: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            step = getattr(attn_metadata, TREE_ATTRIBUTE, None)
-            if step is None or step.max_rows <= 1 or self.attn_type != AttentionType.DECODER:
-                return super().forward(
-                    layer,
-                    query,
-                    key,
-                    value,
-                    kv_cache,
-                    attn_metadata,
-                    output,
-                    output_scale,
-                    output_block_scale,
-                )
-            if not step.only_trees:
-                # Linear rows keep FlashAttention; tree rows are then overwritten.
-                super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-            tokens = attn_metadata.num_actual_tokens
-            key_cache, value_cache = self.key_value_views(kv_cache)
-            num_reqs = attn_metadata.seq_lens.shape[0]
-            tree_attention(
-                query[:tokens],
-                key_cache,
-                value_cache,
-                output[:tokens],
-                block_table=attn_metadata.block_table,
-                seq_lens=attn_metadata.seq_lens,
-                query_start_loc=attn_metadata.query_start_loc,
-                max_query_len=step.max_rows,
-                max_seq_len=attn_metadata.max_seq_len,
-                scale=self.scale,
-                ancestors=step.tree.ancestors,
-                slots=step.slots[:num_reqs],
-            )
-            return output
-
-    class TreeFlashAttentionBackend(FlashAttentionBackend):
-        @staticmethod
-        def get_name() -> str:
-            return "CUSTOM"
-
-        @staticmethod
-        def get_impl_cls() -> type:
-            return TreeFlashAttention
-
-    return TreeFlashAttentionBackend
-
-
-def __getattr__(name: str) -> type:
-    if name == "TreeFlashAttentionBackend" and not current_platform.is_cpu():
-        backend = _flash_attention_backend()
-        globals()[name] = backend
-        return backend
-    raise AttributeError(name)
