@@ -222,8 +222,9 @@ class DDTreeModelState(MambaHybridModelState):
         num_reqs = idx_mapping.shape[0]
         # vLLM's own commit serves prefill rows only: tree rows carry one state and no block per node.
         # Their num_accepted_tokens stays 1, so the copy across a block boundary shifts no window.
-        others = torch.where(step.slots[:num_reqs] < 0, idx_mapping, -1)
-        super().postprocess_state(others, num_sampled, num_computed_tokens)
+        if not step.only_trees:
+            others = torch.where(step.slots[:num_reqs] < 0, idx_mapping, -1)
+            super().postprocess_state(others, num_sampled, num_computed_tokens)
         if num_reqs == 0 or num_computed_tokens is None:
             return
         step.plan_cuts(idx_mapping, num_computed_tokens)

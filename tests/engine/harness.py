@@ -93,24 +93,45 @@ class Result:
 def run(
     pair: tuple[Path, Path], jobs: list[Job], timeout_s: int = ENGINE_TIMEOUT_S
 ) -> list[Result]:
-    """Run the jobs in one fresh process; its log is shown when it fails."""
+    """Run the jobs in fresh processes, on a CPU two side by side; a failing one shows its log."""
+    workers = min(len(jobs), os.cpu_count() or 1, 2) if ON_CPU else 1
     with tempfile.TemporaryDirectory() as directory:
-        jobs_file, results_file = Path(directory, "jobs.json"), Path(directory, "results.json")
-        jobs_file.write_text(json.dumps([job.spec(*pair) for job in jobs]))
-        log = Path(directory, "log")
-        with log.open("w") as out:
-            process = subprocess.run(
-                [sys.executable, str(ENGINE_PROCESS), str(jobs_file), str(results_file)],
+        processes = [
+            _EngineProcess(Path(directory), number, [job.spec(*pair) for job in jobs[number::workers]])
+            for number in range(workers)
+        ]
+        try:
+            shares = [process.results(timeout_s) for process in processes]
+        finally:
+            for process in processes:
+                process.end()
+    return [shares[i % workers][i // workers] for i in range(len(jobs))]
+
+
+class _EngineProcess:
+    def __init__(self, directory: Path, number: int, specs: list[dict[str, Any]]) -> None:
+        jobs, self._results = directory / f"jobs-{number}.json", directory / f"results-{number}.json"
+        self._log = directory / f"log-{number}"
+        jobs.write_text(json.dumps(specs))
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(ENGINE_PROCESS), str(jobs), str(self._results)],
                 env=engine_environment(),
-                stdout=out,
+                stdout=log,
                 stderr=subprocess.STDOUT,
-                timeout=timeout_s,
-                check=False,
             )
-        if process.returncode != 0:
-            tail = "\n".join(log.read_text().splitlines()[-60:])
-            raise RuntimeError(f"engine process ended with {process.returncode}:\n{tail}")
-        return [Result(**result) for result in json.loads(results_file.read_text())]
+
+    def results(self, timeout_s: int) -> list[Result]:
+        code = self._process.wait(timeout=timeout_s)
+        if code != 0:
+            tail = "\n".join(self._log.read_text().splitlines()[-60:])
+            raise RuntimeError(f"engine process ended with {code}:\n{tail}")
+        return [Result(**result) for result in json.loads(self._results.read_text())]
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(timeout=30)
 
 
 def engine_environment() -> dict[str, str]:

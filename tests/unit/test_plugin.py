@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading refuses, with a sentence, everything that the plugin could only serve wrongly."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+
+import pytest
+
+from ddtree_vllm import plugin
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.32.1", "0.33.0"])
+def test_another_vllm_version_is_refused_and_the_right_one_named(version, monkeypatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with pytest.raises(RuntimeError, match=rf"vLLM 0\.32\.0.*{version} is installed") as refusal:
+        plugin.register()
+    assert "vllm==0.32.0" in str(refusal.value)
+
+
+def test_registering_twice_changes_nothing() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    plugin.register()
+    first = dict(ModelRegistry.models)
+    plugin.register()
+    assert ModelRegistry.models == first
+    assert ModelRegistry.models["Qwen3_5ForCausalLM"].module_name == "ddtree_vllm.engine.models"
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory):
+    """A real configuration of a real pair, made as vLLM makes it."""
+    import os
+
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    from tests.engine.tiny_pair import write_tiny_pair
+    from vllm.engine.arg_utils import EngineArgs
+
+    target, drafter = write_tiny_pair(tmp_path_factory.mktemp("pair"))
+    return EngineArgs(
+        model=str(target),
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        dtype="float32",
+        speculative_config={
+            "method": "dflash",
+            "model": str(drafter),
+            "num_speculative_tokens": 15,
+        },
+        additional_config={"ddtree": {"budget": 15}},
+    ).create_engine_config()
+
+
+def test_a_supported_configuration_is_accepted(vllm_config) -> None:
+    from ddtree_vllm.engine.requirements import check_supported
+
+    check_supported(vllm_config)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "named"),
+    [
+        ("speculative_config", "method", "eagle3", "speculative method 'eagle3'"),
+        ("speculative_config", "rejection_sample_method", "block", "rejection_sample_method"),
+        ("speculative_config", "draft_sample_method", "probabilistic", "draft_sample_method"),
+        ("speculative_config", "num_speculative_tokens", 31, "differs from the budget 15"),
+        ("speculative_config", "num_speculative_tokens", 128, "it must be 1 to 127"),
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("parallel_config", "data_parallel_size", 2, "data parallelism"),
+        ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
+        ("parallel_config", "enable_dbo", True, "dual batch overlap"),
+        ("cache_config", "cache_dtype", "fp8", "KV cache dtype 'fp8'"),
+        ("cache_config", "mamba_cache_mode", "all", "mamba cache mode 'all'"),
+        ("model_config", "logits_processors", ["some.Processor"], "custom logits processors"),
+        ("model_config", "quantization", "awq", "quantization 'awq'"),
+    ],
+)
+def test_what_trees_cannot_serve_is_refused_by_name(part, field, value, named, vllm_config) -> None:
+    from ddtree_vllm.engine.requirements import UnsupportedConfigurationError, check_supported
+
+    changed = copy.copy(vllm_config)
+    section = copy.copy(getattr(vllm_config, part))
+    object.__setattr__(section, field, value)
+    object.__setattr__(changed, part, section)
+    with pytest.raises(UnsupportedConfigurationError) as refusal:
+        check_supported(changed)
+    assert named in str(refusal.value)
+
+
+def test_runner_v1_is_refused(vllm_config, monkeypatch) -> None:
+    from vllm import envs
+
+    from ddtree_vllm.engine.requirements import UnsupportedConfigurationError, check_supported
+
+    monkeypatch.setattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False, raising=False)
+    with pytest.raises(UnsupportedConfigurationError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
+        check_supported(vllm_config)
