@@ -1,20 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engines are asked to continue."""
 
-# Openings of the kind of text the demo target was trained on, written for this file.
+# The kind of text the demo target was trained on, written for this file. The last one is soon
+# complete for the target, so that an end of text inside an accepted path is among what is compared.
 PROMPTS = (
-    """\
-import os
-import sys
-
-
-def read_config(path):
-    \"\"\"Read a configuration file and return its sections as a dictionary.\"\"\"
-    with open(path, encoding="utf-8") as f:
-""",
-    """\
+    '''\
 class Stack:
-    \"\"\"A last-in, first-out stack.\"\"\"
+    """A last-in, first-out stack."""
 
     def __init__(self, items=()):
         self._items = list(items)
@@ -23,36 +15,35 @@ class Stack:
         self._items.append(item)
 
     def pop(self):
-""",
+''',
     """\
-def main(argv=None):
-    parser = argparse.ArgumentParser(description="Print the lines of a file.")
-    parser.add_argument("path", help="the file to read")
-    parser.add_argument("-n", "--number", action="store_true",
-""",
-    """\
-    def test_append(self):
-        queue = Queue(maxsize=2)
-        queue.put(1)
-        queue.put(2)
-        self.assertEqual(queue.qsize(), 2)
-        self.assertRaises(
-""",
-    """\
-def parse_header(line):
-    name, sep, value = line.partition(":")
-    if not sep:
-        raise ValueError("not a header: %r" % line)
-    name = name.strip().lower()
-""",
-    """\
-class Handler(BaseHandler):
-    def __init__(self, host, port=80, timeout=None):
-        self.host = host
-        self.port = port
-        self.timeout = timeout
+class QueueTest(unittest.TestCase):
 
-    def __repr__(self):
+    def setUp(self):
+        self.queue = Queue(maxsize=2)
+
+    def test_put(self):
+        self.queue.put(1)
+        self.queue.put(2)
+        self.assertEqual(self.queue.qsize(), 2)
+        self.assertTrue(self.queue.full())
+
+    def test_get(self):
+        self.queue.put(1)
+        self.assertEqual(
+""",
+    """\
+    def test_repr(self):
+        self.assertEqual(repr(Point(1, 2)), "Point(1, 2)")
+        self.assertEqual(repr(Point(0, 0)), "Point(0, 0)")
+
+    def test_eq(self):
+""",
+    """\
+# Names of the days and months.
+
+days = ["Monday", "Tuesday", "Wednesday", "Thursday"]
+months = ["January", "February", "March", "April",
 """,
     """\
 try:
@@ -65,13 +56,32 @@ __all__ = ["connect", "Connection", "ConnectionError"]
 class ConnectionError(Exception):
 """,
     """\
-    for key, value in sorted(self._values.items()):
-        if value is None:
-            continue
-        if isinstance(value, str):
-            value = [value]
-        for item in value:
+import socket
+import select
+import threading
+
+class Server(threading.Thread):
+    def __init__(self, host, port):
+        threading.Thread.__init__(self)
+        self.sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+""",
+    """\
+class Handler(BaseHandler):
+    def __init__(self, host, port=80, timeout=None):
+        self.host = host
+        self.port = port
+        self.timeout = timeout
+
+    def __repr__(self):
+""",
+    """\
+def parse_header(line):
+    name, sep, value = line.partition(":")
+    if not sep:
+        raise ValueError("not a header: %r" % line)
+    name = name.strip().lower()
 """,
 )
-SEEDED_PROMPTS = (PROMPTS[0], PROMPTS[1])
-"""Few and short-lived: sampling is slow under Triton's interpreter."""
+
+SEEDED_PROMPTS = (PROMPTS[0], PROMPTS[4])
+"""Few, as sampling is slow under Triton's interpreter."""
