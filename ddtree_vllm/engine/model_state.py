@@ -265,7 +265,16 @@ def drafter_block_size(hf_config: Any) -> int:
 
 
 def max_tree_rows(vllm_config: VllmConfig) -> int:
-    """The most tree rows one step can hold: what the stash of the recurrent layers is sized by."""
+    """The most tree rows one step can hold: what the stash of the recurrent layers is sized by.
+
+    With a budget per batch size, a batch carries the drafts it was given at its size one step ago,
+    and every request that joined since at most its root.
+    """
     scheduler = vllm_config.scheduler_config
-    rows = scheduler.max_num_seqs * (vllm_config.num_speculative_tokens + 1)
+    most = scheduler.max_num_seqs
+    schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+    if schedule:
+        rows = most + max(min(end, most) * (n + 1) for start, end, n in schedule if start <= most)
+    else:
+        rows = most * (vllm_config.num_speculative_tokens + 1)
     return min(rows, scheduler.max_num_batched_tokens)

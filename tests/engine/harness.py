@@ -42,6 +42,7 @@ class Job:
     budget: int | None = None
     policy: str = "ddtree"
     static_tree: list[list[int]] | None = None
+    speculative: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     hooks: dict[str, Any] = field(default_factory=dict)
 
@@ -62,7 +63,7 @@ class Job:
                 "method": "dflash",
                 "model": str(drafter),
                 "num_speculative_tokens": self.budget,
-            }
+            } | self.speculative
             engine["additional_config"] = {"ddtree": entry}
         return {
             "engine": engine | self.engine,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import Job, Result, random_prompts, run
+from prompts import source_prompts
 from tiny_pair import EOS_TOKEN, VOCAB
 
 BUDGET = 31
@@ -53,6 +54,17 @@ def test_requests_that_join_leave_and_abort_every_step(tiny_pair) -> None:
     without, trees = both(tiny_pair, requests, max_num_batched_tokens=40, max_num_seqs=6)
     assert_equal(without, trees, requests)
     assert trees.counters["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def test_a_step_planned_before_the_last_one_is_known(tiny_pair) -> None:
+    """Async scheduling: the host runs ahead with upper bounds, requests end a step late."""
+    rng = random.Random(16)
+    prompts = random_prompts(rng, [3, 18, 33, 64, 90, 12], VOCAB)
+    requests = [request(p, 9 + i, at_step=2 * i) for i, p in enumerate(prompts)]
+    without, trees = run(
+        tiny_pair, [Job(requests), Job(requests, budget=31, engine={"async_scheduling": True})]
+    )
+    assert_equal(without, trees, requests)
 
 
 def test_preemption_under_a_small_cache(tiny_pair) -> None:
@@ -149,3 +161,36 @@ def test_logprobs_are_those_of_the_emitted_tokens(tiny_pair) -> None:
             assert got.keys() == expected.keys()
             for token, value in expected.items():
                 assert got[token] == pytest.approx(value, abs=2e-4)
+
+
+def test_a_budget_per_batch_size_takes_prefixes_of_the_trees(tiny_pair) -> None:
+    rng = random.Random(14)
+    requests = [
+        request(prompt, 14, at_step=3 * i)
+        for i, prompt in enumerate(random_prompts(rng, [12, 25, 31, 8, 40, 17], VOCAB))
+    ]
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 31], [3, 4, 15], [5, 8, 3]]}
+    without, trees = run(tiny_pair, [Job(requests), Job(requests, budget=31, speculative=schedule)])
+    assert_equal(without, trees, requests)
+    drafts = trees.counters["vllm:spec_decode_num_drafts"]
+    nodes = trees.counters["vllm:spec_decode_num_draft_tokens"]
+    assert 3 * drafts < nodes < 31 * drafts
+
+
+def test_a_stop_string_inside_an_accepted_path_ends_the_text_before_it(demo_pair) -> None:
+    rng = random.Random(15)
+    free = [request(prompt, 40) for prompt in source_prompts(demo_pair[0], 6, rng, 80)]
+    tokenizer = {"skip_tokenizer_init": False}
+    for each in free:
+        each["params"]["detokenize"] = True
+    (reference,) = run(demo_pair, [Job(free, engine=tokenizer)])
+    requests = []
+    for each, output in zip(free, reference.outputs, strict=True):
+        words = output["text"].split()
+        # A word from the middle of the text: its last token is often not the last of its path.
+        params = {"detokenize": True, "stop": [words[len(words) // 2]]}
+        requests.append(request(each["prompt"], 40, params=params))
+    without, trees = both(demo_pair, requests, **tokenizer)
+    assert_equal(without, trees, requests)
+    assert [o["text"] for o in trees.outputs] == [o["text"] for o in without.outputs]
+    assert {o["finish_reason"] for o in trees.outputs} == {"stop"}
