@@ -19,7 +19,7 @@ version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/de
 
 find_python() {
   local candidate
-  for candidate in ${PYTHON:-python3.12 python3.11 python3}; do
+  for candidate in ${PYTHON:-python3 python3.11 python3.12}; do
     case "$(version_of "$candidate")" in
       3.11 | 3.12)
         printf '%s' "$candidate"
