@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ddtree-health against a stub of the server: exit status, JSON, state, metrics."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddtree_health import cli, server, state
+from ddtree_health.unit import Unit
+
+ROOT = Path(__file__).parents[2]
+SERVING = ["--checks", "live,ready,generates,drafts"]
+
+
+@pytest.fixture
+def check(engine, tmp_path, capsys):
+    """Runs one check; returns (exit status, parsed JSON)."""
+
+    def run(*arguments, url=engine.url):
+        words = ["--url", url, "--json", "--state", str(tmp_path / "state.json")]
+        words += ["--timeout", "0.5", "--generate-timeout", "0.3", "--interval", "0.05"]
+        status = cli.main([*SERVING, *words, *arguments])
+        return status, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_a_healthy_engine(check, engine):
+    status, report = check("--expect", "Paris", "--instance", "0")
+    assert (status, report["verdict"], report["restart"]) == (0, "healthy", False)
+    assert report["failures"] == []
+    assert {name: c["status"] for name, c in report["checks"].items()} == {
+        "live": "pass",
+        "ready": "pass",
+        "generates": "pass",
+        "drafts": "skip",
+    }
+    assert engine.asked == 1
+
+
+def test_200_while_the_engine_hangs_is_a_hang(check, engine):
+    engine.hung = True
+    engine.counters["running"] = 3
+    status, report = check("--stall-after", "0.2")
+    assert (status, report["verdict"], report["restart"]) == (2, "hung", True)
+    assert report["checks"]["ready"]["status"] == "pass"
+
+
+def test_a_hang_needs_its_whole_time(check, engine):
+    engine.hung = True
+    status, report = check("--stall-after", "0.6")
+    assert (status, report["checks"]["live"]["status"]) == (1, "unknown")
+    status, report = check("--stall-after", "0.6")
+    assert status == 2
+
+
+def test_a_slow_health_with_moving_counters_is_alive(check, engine):
+    engine.busy, engine.health_delay_s = True, 2.0
+    engine.counters["running"] = 64
+    for _ in range(3):
+        status, report = check("--stall-after", "0.2")
+        assert status == 1  # our completion was not answered in time
+        assert report["checks"]["live"]["status"] == "pass"
+        assert report["checks"]["ready"]["status"] == "pass"
+        assert "busy" in report["checks"]["generates"]["because"]
+
+
+def test_a_silent_server_is_a_hang(check, engine):
+    engine.silent = True
+    assert check("--stall-after", "0.4")[0] == 1
+    assert check("--stall-after", "0.4")[0] == 2
+    assert engine.asked == 0
+
+
+def test_nothing_on_the_port_is_a_hang_after_the_limit(check):
+    free = "http://127.0.0.1:9"
+    status, report = check("--stall-after", "60", url=free)
+    assert (status, report["checks"]["ready"]["because"]) == (1, "nothing listens on port 9")
+    assert check("--stall-after", "0", url=free)[0] == 2
+
+
+def test_a_wrong_answer_fails_without_a_restart(check, engine):
+    engine.text = "!!!!!!!!"
+    status, report = check("--expect", "Paris")
+    assert (status, report["restart"]) == (1, False)
+    assert "continued '!!!!!!!!', without 'Paris'" in report["failures"][0]
+
+
+@pytest.mark.parametrize("text", ["", " Paris"])
+def test_an_empty_completion_fails(check, engine, text):
+    engine.text = text
+    assert check()[0] == (0 if text else 1)
+
+
+def test_an_error_is_quoted_on_one_line(check, engine):
+    engine.status = 500
+    status, report = check()
+    assert status == 1
+    assert report["failures"] == [
+        'generates: a completion was answered 500: {"error": "no such model"}'
+    ]
+
+
+def test_a_passed_completion_is_good_for_a_while(check, engine):
+    for _ in range(3):
+        assert check("--generate-every", "60")[0] == 0
+    assert engine.asked == 1
+
+
+def test_a_suspicion_asks_at_once(check, engine):
+    assert check("--generate-every", "60")[0] == 0
+    engine.hung = True
+    engine.counters["running"] = 1
+    check("--generate-every", "60")
+    check("--generate-every", "60")
+    assert engine.asked == 2
+
+
+def test_the_acceptance_length_has_a_floor(check, engine):
+    engine.step(drafts=100, accepted=250)
+    status, report = check("--min-acceptance", "2")
+    assert (status, report["checks"]["drafts"]["acceptance_length"]) == (0, 3.5)
+    # A new window: the drafter has gone bad, which the sum since the start would hide.
+    engine.step(drafts=100, accepted=10)
+    status, report = check("--min-acceptance", "2")
+    assert (status, report["checks"]["drafts"]["acceptance_length"]) == (1, 1.1)
+    # Nothing new: still bad.
+    assert check("--min-acceptance", "2")[0] == 1
+
+
+def test_few_drafts_are_not_judged(check, engine):
+    engine.step(drafts=10, accepted=0)
+    status, report = check("--min-acceptance", "2")
+    assert (status, report["checks"]["drafts"]["status"]) == (0, "unknown")
+
+
+def test_tokens_without_drafts_fail(check, engine):
+    engine.step(generated=1000)
+    status, report = check("--min-acceptance", "2")
+    assert status == 1
+    assert "nothing was drafted" in report["failures"][0]
+
+
+def test_the_api_key_comes_from_a_file(check, engine, tmp_path):
+    engine.api_key = "secret"
+    assert check()[0] == 1
+    (tmp_path / "key").write_text("secret\n")
+    assert check("--api-key-file", str(tmp_path / "key"))[0] == 0
+
+
+def test_metrics_for_the_textfile_collector(check, engine, tmp_path):
+    engine.step(drafts=100, accepted=250)
+    check("--min-acceptance", "2", "--instance", 'a"b', "--textfile", str(tmp_path / "x.prom"))
+    text = (tmp_path / "x.prom").read_text()
+    assert 'ddtree_health_verdict{instance_name="a\\"b"} 0\n' in text
+    assert 'ddtree_health_check{instance_name="a\\"b",check="live"} 1\n' in text
+    assert 'ddtree_health_acceptance_length{instance_name="a\\"b"} 3.5\n' in text
+    assert (tmp_path / "x.prom").stat().st_mode & 0o777 == 0o644
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state.json", "x.prom"]
+
+
+def test_a_damaged_state_file_begins_anew(check, tmp_path):
+    (tmp_path / "state.json").write_text('{"incarnation"')
+    assert check()[0] == 0
+    assert "incarnation" in json.loads((tmp_path / "state.json").read_text())
+
+
+def test_the_state_of_another_start_is_not_used(tmp_path):
+    path = str(tmp_path / "state.json")
+    state.write(path, json.dumps({"incarnation": "boot a", "clock": {"since": 1}}))
+    assert state.load(path, "boot a")["clock"] == {"since": 1}
+    assert state.load(path, "boot b") == {}
+
+
+@pytest.mark.parametrize(
+    ("active", "status", "live"),
+    [("activating", 1, "unknown"), ("failed", 1, "fail"), ("inactive", 1, "fail")],
+)
+def test_a_unit_that_has_not_started_is_never_hung(monkeypatch, check, active, status, live):
+    unit = Unit("ddtree-vllm@0.service", active, "start-post", "exit-code", "abc", 2)
+    monkeypatch.setattr(cli.unit, "read", lambda name: unit)
+    got, report = check("--unit", unit.name, "--stall-after", "0", url="http://127.0.0.1:9")
+    assert (got, report["checks"]["live"]["status"]) == (status, live)
+    assert report["restart"] is False
+
+
+def test_restart_kills_the_unit_of_a_hung_engine_alone(monkeypatch, check, engine):
+    killed = []
+    monkeypatch.setattr(cli.unit, "run_command", killed.append)
+    check("--restart", "x.service")
+    assert killed == []
+    engine.silent = True
+    check("--restart", "x.service", "--stall-after", "0")
+    assert killed == [["systemctl", "kill", "--signal=SIGKILL", "x.service"]]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--url", "localhost"],
+        ["--url", "http://localhost:x"],
+        ["--checks", "life"],
+        ["--stall-after", "soon"],
+        ["--stall-after", "-1"],
+        ["--api-key-file", "/nonexistent"],
+        ["wait-free", "--port", "x"],
+    ],
+)
+def test_a_wrong_call_does_not_look_like_a_hung_engine(arguments, capsys):
+    try:
+        status = cli.main(arguments)
+    except SystemExit as error:
+        status = error.code
+    assert status == 64
+    assert "ddtree-health" in capsys.readouterr().err
+
+
+def test_a_trickling_answer_is_bounded_as_a_whole(engine):
+    engine.health_delay_s = 5
+    answer = server.Server(engine.url, timeout_s=0.2).get("/health")
+    assert answer.silent
+    assert answer.body == "/health did not answer within 0.2 s"
+
+
+def test_it_runs_as_a_program_with_nothing_installed(engine):
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from ddtree_health.cli import main
+sys.exit(main(["--url", {engine.url!r}, "--checks", "live,ready"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "engine is healthy"
