@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes two costs out of Triton's interpreter that an engine of small kernels pays on every launch.
+"""Takes costs out of Triton's interpreter that an engine of small kernels pays on every launch.
 
-Both are about Triton 3.8's `triton/runtime/interpreter.py`, and neither changes a result:
+All are about Triton 3.8's `triton/runtime/interpreter.py` and the types it works with, and none
+changes a result:
 
 * At every launch, and at every call of a device function inside one, it walks the members of
-  `triton.language` to put interpreted versions in their place, and takes them out again. In a process
-  that interprets all its kernels they can stay.
-* It checks every integer addition, subtraction and multiplication for overflow, in 64 bits. Compiled
-  kernels do not; `TRITON_DEBUG=1` keeps the check.
+  `triton.language` to put interpreted versions in their place, and takes them out again. In a
+  process that interprets all its kernels they can stay.
+* It checks every integer addition, subtraction and multiplication for overflow, in 64 bits.
+  Compiled kernels do not; `TRITON_DEBUG=1` keeps the check.
+* Every operation makes a type and a tensor anew, names and shapes included, and builds a table of
+  NumPy's types to look one up. These are remembered by what they are made from.
 """
 
 from __future__ import annotations
 
+import builtins
+import dataclasses
+import math
 import os
 from types import ModuleType
 from typing import Any
@@ -25,9 +31,22 @@ def quicken() -> None:
         return
     interpreter._ddtree_quickened = True
     if os.environ.get("TRITON_DEBUG") != "1":
-        interpreter.interpreter_builder.options = _without_overflow_checks(
-            interpreter.interpreter_builder.options
-        )
+        builder = interpreter.interpreter_builder
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    _patch_language_once(interpreter)
+    _remember_numpy_types(interpreter)
+    _remember_block_types()
+    _remember_shapes()
+
+
+class _Kept:
+    """Stands for a set of patches that stays."""
+
+    def restore(self) -> None:
+        return None
+
+
+def _patch_language_once(interpreter: ModuleType) -> None:
     patch_language = interpreter._patch_lang
     patched: set[tuple[int, ...]] = set()
 
@@ -45,14 +64,71 @@ def quicken() -> None:
     interpreter._patch_lang = patch_once
 
 
-class _Kept:
-    """Stands for a set of patches that stays."""
+def _remember_numpy_types(interpreter: ModuleType) -> None:
+    import triton.language as tl
 
-    def restore(self) -> None:
-        return None
+    look_up = interpreter._get_np_dtype
+    pointer = look_up(tl.pointer_type(tl.int8))
+    known: dict[str, Any] = {}
+
+    def numpy_type(dtype: Any) -> Any:
+        element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        if isinstance(element, tl.pointer_type):
+            return pointer
+        found = known.get(element.name)
+        if found is None:
+            found = known[element.name] = look_up(element)
+        return found
+
+    interpreter._get_np_dtype = numpy_type
 
 
-def _without_overflow_checks(options: Any) -> Any:
-    import dataclasses
+def _remember_block_types() -> None:
+    import triton.language as tl
 
-    return dataclasses.replace(options, sanitize_overflow=False)
+    block_type, constexpr = tl.block_type, tl.constexpr
+    make = block_type.__init__
+    known: dict[tuple[str, tuple[int, ...]], tuple[Any, int, str]] = {}
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        if isinstance(shape, constexpr):
+            make(self, element_ty, shape)
+            return
+        sizes = builtins.tuple(s.value if isinstance(s, constexpr) else s for s in shape)
+        found = known.get((element_ty.name, sizes))
+        if found is None:
+            make(self, element_ty, shape)
+            known[(element_ty.name, sizes)] = (self.shape, self.numel, self.name)
+            return
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = found
+
+    block_type.__init__ = init
+
+
+def _remember_shapes() -> None:
+    import triton.language as tl
+
+    def shape_and_size(sizes: Any) -> tuple[Any, Any]:
+        return tl.tuple([tl.constexpr(s) for s in sizes]), tl.constexpr(math.prod(sizes))
+
+    scalar = shape_and_size(())
+    # By the identity of a block type's shape, which `_remember_block_types` shares among equal
+    # types: comparing Triton's tuples costs more than making them. Shapes are held, so that an
+    # identity is never used twice.
+    known: dict[int, tuple[Any, Any, Any]] = {}
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        self.handle = handle
+        self.type = type
+        if type.is_block():
+            found = known.get(id(type.shape))
+            if found is None:
+                found = known[id(type.shape)] = (*shape_and_size(type.shape), type.shape)
+            self.shape, self.numel, _ = found
+            self.dtype = type.element_ty
+        else:
+            self.shape, self.numel = scalar
+            self.dtype = type.scalar
+
+    tl.tensor.__init__ = init
