@@ -46,7 +46,7 @@ class _Kept:
         return None
 
 
-def _patch_language_once(interpreter: ModuleType) -> None:
+def _patch_language_once(interpreter: Any) -> None:
     patch_language = interpreter._patch_lang
     patched: set[tuple[int, ...]] = set()
 
@@ -64,7 +64,7 @@ def _patch_language_once(interpreter: ModuleType) -> None:
     interpreter._patch_lang = patch_once
 
 
-def _remember_numpy_types(interpreter: ModuleType) -> None:
+def _remember_numpy_types(interpreter: Any) -> None:
     import triton.language as tl
 
     look_up = interpreter._get_np_dtype

@@ -218,7 +218,8 @@ class DDTreeModelState(MambaHybridModelState):
         num_computed_tokens: torch.Tensor | None = None,
     ) -> None:
         step = self.step
-        assert step is not None and self._verification is not None
+        assert step is not None
+        assert self._verification is not None
         num_reqs = idx_mapping.shape[0]
         # vLLM's own commit serves prefill rows only: tree rows carry one state and no block per node.
         # Their num_accepted_tokens stays 1, so the copy across a block boundary shifts no window.

@@ -98,7 +98,9 @@ def run(
     workers = min(len(jobs), os.cpu_count() or 1, 2) if ON_CPU else 1
     with tempfile.TemporaryDirectory() as directory:
         processes = [
-            _EngineProcess(Path(directory), number, [job.spec(*pair) for job in jobs[number::workers]])
+            _EngineProcess(
+                Path(directory), number, [job.spec(*pair) for job in jobs[number::workers]]
+            )
             for number in range(workers)
         ]
         try:
@@ -111,7 +113,10 @@ def run(
 
 class _EngineProcess:
     def __init__(self, directory: Path, number: int, specs: list[dict[str, Any]]) -> None:
-        jobs, self._results = directory / f"jobs-{number}.json", directory / f"results-{number}.json"
+        jobs, self._results = (
+            directory / f"jobs-{number}.json",
+            directory / f"results-{number}.json",
+        )
         self._log = directory / f"log-{number}"
         jobs.write_text(json.dumps(specs))
         with self._log.open("w") as log:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever shares a batch with a tree, and however a request ends, tokens stay those of a run without speculation."""
+"""Whatever shares a batch with a tree, and however a request ends, its tokens stay the same."""
 
 from __future__ import annotations
 

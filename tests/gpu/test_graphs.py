@@ -33,7 +33,9 @@ def runs(demo_pair) -> dict:
         for temperature in (0.0, 1.0)
         for i, prompt in enumerate(prompts)
     ]
-    jobs = [Job(requests, budget=31, engine={**mode, "max_num_seqs": 16}) for mode in MODES.values()]
+    jobs = [
+        Job(requests, budget=31, engine={**mode, "max_num_seqs": 16}) for mode in MODES.values()
+    ]
     # One process each: a graph captured for one engine must not serve another.
     return {name: run(demo_pair, [job])[0] for name, job in zip(MODES, jobs, strict=True)}
 

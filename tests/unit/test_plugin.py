@@ -35,8 +35,9 @@ def vllm_config(tmp_path_factory):
     import os
 
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    from tests.engine.tiny_pair import write_tiny_pair
     from vllm.engine.arg_utils import EngineArgs
+
+    from tests.engine.tiny_pair import write_tiny_pair
 
     target, drafter = write_tiny_pair(tmp_path_factory.mktemp("pair"))
     return EngineArgs(
