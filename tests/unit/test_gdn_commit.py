@@ -201,11 +201,11 @@ def test_a_cut_beyond_the_path_is_no_cut(rng, device):
 
 
 def test_weak_decays_survive_a_strong_one(rng, device):
-    """The commit needs differences of sums of g up to -1,000."""
+    """The commit needs differences of sums of g up to -10,000."""
     step = Step(rng, [chain(16)], device=device)
     layer = step.layers[0]
     layer.a -= 4.0
-    layer.a[int(step.row_start[0])] = 1000.0
+    layer.a[int(step.row_start[0])] = 10000.0
     step.verify()
     path = list(range(16))
     state = expected_state(step, 0, path)

@@ -119,6 +119,15 @@ def test_weak_decays_survive_a_strong_one(rng, device):
         assert verified_error(step, req) < OUTPUT_TOLERANCE
 
 
+def test_slow_decays_keep_their_digits(rng, device):
+    """log(1 + y) of y near 1e-4 would keep three of them."""
+    step = Step(rng, [chain(4)], regime="slow decay, beta near 1", device=device)
+    step.verify()
+    expected = step.projections(0).g.cumsum(0)
+    actual = step.stash.log_decay[0, :4].cpu()
+    assert ((actual - expected).abs() <= 1e-6 * expected.abs()).all()
+
+
 def test_padding_nodes_change_nothing(rng, device):
     """Rows of padding inside num_rows: finite, and no valid node differs by a bit."""
     trees = [random_parents(rng, 12), random_parents(rng, 9)]
