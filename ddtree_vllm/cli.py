@@ -117,6 +117,9 @@ def _serve(arguments: list[str], debug: bool) -> int:
         options += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
     print(_announcement(model, options, variables, config, device), flush=True)
     os.environ.update(variables)
+    if device == "cpu":
+        # The interpreter's products are small: a second thread costs more than it brings.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     return _run_vllm(["serve", model, *options], debug)
 
 

@@ -30,6 +30,8 @@ if not HAS_CUDA:
     # Read by Triton when a kernel is decorated, so it has to be set before the first kernel module.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# The interpreter's products are small: a second thread costs more than it brings.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")

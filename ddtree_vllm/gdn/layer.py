@@ -174,6 +174,8 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             return
         conv_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         core = torch.empty((x.shape[0], *out.shape[1:]), dtype=out.dtype, device=out.device)
+        # Decoding alone: one row a sequence, for which the kernels have nothing to solve.
+        max_query_len = x.shape[0] if metadata.num_prefills > 0 else 1
         sequences = (
             metadata.non_spec_state_indices_tensor,
             metadata.non_spec_query_start_loc,
@@ -186,7 +188,7 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             self._conv_state(),
             *sequences,
             conv_out,
-            max_query_len=x.shape[0],
+            max_query_len=max_query_len,
             null_slot=_NULL_BLOCK,
         )
         run_sequences(
@@ -199,7 +201,7 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             *sequences,
             core,
             num_k_heads=self.num_k_heads // self.tp_size,
-            max_query_len=x.shape[0],
+            max_query_len=max_query_len,
             null_slot=_NULL_BLOCK,
         )
         if index is None:

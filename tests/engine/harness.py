@@ -153,6 +153,7 @@ def engine_environment() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_CI_ENV": "1",
         "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
     }
 
 
