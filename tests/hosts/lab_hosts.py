@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real systemd hosts for tests: lab/lab.sh, driven from Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LAB_SH = Path(__file__).parent / "lab/lab.sh"
+TOOLS = ("systemd-nspawn", "mmdebstrap", "ip", "ssh-keygen")
+# Python of the hosts' Debian; packages of the project's .venv are lent to them.
+HOST_PYTHON = "3.11"
+VENV = "/opt/ddtree/venv"
+
+
+def work_folder() -> Path:
+    """Keeps the root file system between runs; DDTREE_LAB names another folder."""
+    return Path(os.environ.get("DDTREE_LAB", "/var/tmp/ddtree-hosts"))
+
+
+def find_playbook() -> str | None:
+    """ansible-playbook of this environment, or the one DDTREE_ANSIBLE_PLAYBOOK names."""
+    wanted = os.environ.get("DDTREE_ANSIBLE_PLAYBOOK")
+    return shutil.which(wanted or str(Path(sys.executable).with_name("ansible-playbook")))
+
+
+def missing() -> str:
+    """Why this machine can have no test hosts; empty if it can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    absent = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if absent:
+        return f"needs {', '.join(absent)}"
+    if find_playbook() is None:
+        return "needs ansible-core, or DDTREE_ANSIBLE_PLAYBOOK"
+    return ""
+
+
+class Lab:
+    """Hosts node1 ... nodeN.
+
+    Args:
+        count: how many.
+        folder: of this lab alone.
+        lend_venv: the project's .venv appears in every host as /opt/ddtree/venv.
+    """
+
+    def __init__(self, count: int, folder: Path, lend_venv: bool = True) -> None:
+        self.count, self.folder = count, folder
+        self.key = folder / "key"
+        self.rootfs = folder / "rootfs"
+        self._lend, self._extra = lend_venv, list[str]()
+
+    # ---- the hosts
+
+    def up(self) -> None:
+        """Boots the hosts; builds their root file system first if it is not there."""
+        self._build()
+        self._extra = [f"--bind-ro={LAB_SH.parents[1]}/stub:/opt/stub"]
+        if self._lend:
+            self._extra += self._lend_venv()
+        self._lab("up", str(self.count))
+        state = self._lab("wait", str(self.count), timeout=120)
+        print(state, end="")
+
+    def down(self) -> None:
+        self._lab("down", timeout=120)
+
+    def run(self, number: int, command: str, timeout: float = 60) -> str:
+        """Output of a shell command in a host; raises AssertionError with it if that fails."""
+        done = self.try_run(number, command, timeout)
+        assert done.returncode == 0, f"node{number}: {command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def try_run(
+        self, number: int, command: str, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        return self._bash("ssh", str(number), command, timeout=timeout)
+
+    def journal(self, number: int, unit: str, lines: int = 80) -> str:
+        return self.try_run(
+            number, f"journalctl --no-pager --output=short-precise -n {lines} -u '{unit}'"
+        ).stdout
+
+    # ---- Ansible
+
+    def play(
+        self,
+        playbook: str,
+        *arguments: str,
+        inventory: Path,
+        timeout: float = 600,
+        **variables: object,
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a playbook from inside the lab's network."""
+        command = find_playbook()
+        assert command is not None
+        return self._bash(
+            "run",
+            *(command, "-i", str(inventory), "-e", json.dumps(variables), *arguments),
+            str(ROOT / playbook),
+            timeout=timeout,
+        )
+
+    def inventory(self, base: str, group_hosts: dict[str, Sequence[int]]) -> Path:
+        """A copy of inventories/<base> whose hosts are those of the lab, by group."""
+        folder = self.folder / f"inventory-{base}"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(ROOT / "inventories" / base, folder)
+        options = (
+            "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+        )
+        hosts = {
+            group: {
+                "hosts": {
+                    f"node{number}": {
+                        "ansible_host": f"10.78.0.{10 + number}",
+                        "ansible_user": "root",
+                        "ansible_ssh_private_key_file": str(self.key),
+                        "ansible_ssh_common_args": options,
+                    }
+                    for number in numbers
+                }
+            }
+            for group, numbers in group_hosts.items()
+        }
+        (folder / "hosts.yml").write_text(json.dumps(hosts, indent=1))
+        return folder
+
+    # ---- parts
+
+    def _build(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.key.exists():
+            subprocess.run(
+                ["ssh-keygen", "-q", "-N", "", "-t", "ed25519", "-f", self.key], check=True
+            )
+        if (self.rootfs / "etc/lab-init").exists():
+            shutil.copy(LAB_SH.with_name("lab-init"), self.rootfs / "etc/lab-init")
+            return
+        log = self.folder / "rootfs.log"
+        with log.open("w") as output:
+            done = subprocess.run(
+                [LAB_SH.with_name("rootfs.sh"), self.rootfs, f"{self.key}.pub"],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+                timeout=900,
+            )
+        assert done.returncode == 0, log.read_text()[-3000:]
+
+    def _lend_venv(self) -> list[str]:
+        """Binds that make the project's packages a venv of the host's own Python."""
+        packages = ROOT / f".venv/lib/python{HOST_PYTHON}/site-packages"
+        assert packages.is_dir(), f"the hosts' Python is {HOST_PYTHON}, and .venv has another"
+        folder = self.folder / "venv"
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin/python").symlink_to(f"/usr/bin/python{HOST_PYTHON}")
+        program = folder / "bin/ddtree-vllm"
+        program.write_text(
+            f"#!{VENV}/bin/python\nimport sys\nfrom ddtree_vllm.cli import main\nsys.exit(main())\n"
+        )
+        program.chmod(0o755)
+        (folder / "pyvenv.cfg").write_text(
+            f"home = /usr/bin\ninclude-system-site-packages = false\nversion = {HOST_PYTHON}\n"
+        )
+        (folder / f"lib/python{HOST_PYTHON}").mkdir(parents=True)
+        (folder / f"lib/python{HOST_PYTHON}/site-packages").symlink_to("/opt/lent/packages")
+        # The checkout is installed by its path on this machine; in the host it is elsewhere.
+        over = self.folder / "packages"
+        over.mkdir(exist_ok=True)
+        (over / "_ddtree_vllm.pth").write_text("/opt/lent/checkout\n")
+        lent = self.rootfs / "opt/lent"
+        (lent / "packages").mkdir(parents=True, exist_ok=True)
+        (lent / "checkout/ddtree_vllm").mkdir(parents=True, exist_ok=True)
+        return [
+            f"--bind-ro={folder}:{VENV}",
+            f"--overlay-ro={packages}:{over}:/opt/lent/packages",
+            f"--bind-ro={ROOT}/ddtree_vllm:/opt/lent/checkout/ddtree_vllm",
+        ]
+
+    def _lab(self, *arguments: str, timeout: float = 60) -> str:
+        done = self._bash(*arguments, timeout=timeout)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def _bash(self, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
+        # Files, not pipes: the hosts outlive `up` and would keep a pipe open.
+        output, errors = self.folder / "lab.out", self.folder / "lab.err"
+        with output.open("w") as out, errors.open("w") as err:
+            done = subprocess.run(
+                ["bash", LAB_SH, *arguments],
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                check=False,
+                timeout=timeout,
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "LAB": str(self.folder / "lab"),
+                    "ROOTFS": str(self.rootfs),
+                    "KEY": str(self.key),
+                    "NSPAWN_EXTRA": " ".join(self._extra),
+                    "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+                    "ANSIBLE_HOME": str(self.folder / "ansible"),
+                    "ANSIBLE_NOCOLOR": "1",
+                },
+            )
+        return subprocess.CompletedProcess(
+            done.args, done.returncode, output.read_text(), errors.read_text()
+        )
+
+
+def changed(done: subprocess.CompletedProcess[str]) -> int:
+    """Changes of a play that went well; its end is shown otherwise."""
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return sum(map(int, re.findall(r"changed=(\d+)", done.stdout)))
