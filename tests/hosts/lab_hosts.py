@@ -84,6 +84,22 @@ class Lab:
     ) -> subprocess.CompletedProcess[str]:
         return self._bash("ssh", str(number), command, timeout=timeout)
 
+    def wait_until_booted(self) -> None:
+        self._lab("wait", str(self.count), timeout=120)
+
+    def outside(self, *command: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """A command of this machine in the lab's network, which is none of the hosts."""
+        return self._bash("run", *command, timeout=timeout)
+
+    def outside_in_background(self, *command: str) -> subprocess.Popen[str]:
+        """The same, without waiting for it."""
+        return subprocess.Popen(
+            ["ip", "netns", "exec", "ddtree-lab", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
     def journal(self, number: int, unit: str, lines: int = 80) -> str:
         return self.try_run(
             number, f"journalctl --no-pager --output=short-precise -n {lines} -u '{unit}'"
@@ -114,9 +130,7 @@ class Lab:
         folder = self.folder / f"inventory-{base}"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(ROOT / "inventories" / base, folder)
-        options = (
-            "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-        )
+        options = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
         hosts = {
             group: {
                 "hosts": {
@@ -165,8 +179,10 @@ class Lab:
         (folder / "bin").mkdir(parents=True)
         (folder / "bin/python").symlink_to(f"/usr/bin/python{HOST_PYTHON}")
         program = folder / "bin/ddtree-vllm"
+        # Guarded as pip's scripts are: the engine's processes import it.
         program.write_text(
-            f"#!{VENV}/bin/python\nimport sys\nfrom ddtree_vllm.cli import main\nsys.exit(main())\n"
+            f"#!{VENV}/bin/python\nimport sys\nfrom ddtree_vllm.cli import main\n"
+            'if __name__ == "__main__":\n    sys.exit(main())\n'
         )
         program.chmod(0o755)
         (folder / "pyvenv.cfg").write_text(

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service on a real systemd host, its engine a stand-in that starts in a second.
+
+What systemd, the roles and the health checks do is real; `stub/bin/ddtree-vllm` behaves as vLLM does
+where they touch it. test_hosts_engine.py runs the real engine.
+"""
+
+import json
+import re
+import subprocess
+import time
+
+import pytest
+from lab_hosts import Lab, changed
+
+pytestmark = pytest.mark.hosts
+
+NODE = 1
+UNIT = "ddtree-vllm@0.service"
+# Everything happens in seconds; the shares between the limits are those of the defaults.
+FAST = {
+    "vllm_service_venv": "/opt/stub",
+    "vllm_service_install": False,
+    "vllm_service_restart_delay": 1,
+    "vllm_service_start_limit_burst": 100,
+    "vllm_service_drain_timeout": 10,
+    "vllm_service_free_timeout": 5,
+    "health_interval": 2,
+    "health_stall_after": 5,
+    "health_generate_timeout": 3,
+    "health_generate_every": 4,
+    "health_min_acceptance": 1.2,
+}
+# Words that only survive if systemd's quoting is right.
+ODD_ARGUMENTS = ["--speculative", '{"a b": "c\\"d", "e": 1}', "$HOME", "%i", "back\\slash"]
+
+
+class Service:
+    """The service of one host, and what can be done to it."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.inventory = lab.inventory("cpu-demo", {"ddtree": [NODE]})
+        self.variables = dict(FAST)
+
+    def play(self, playbook: str = "site.yml", *arguments: str, **more):
+        return self.lab.play(
+            playbook, *arguments, inventory=self.inventory, **{**self.variables, **more}
+        )
+
+    def run(self, command: str) -> str:
+        return self.lab.run(NODE, command).strip()
+
+    def show(self, name: str, unit: str = UNIT) -> str:
+        return self.run(f"systemctl show --property={name} --value '{unit}'")
+
+    @property
+    def main_pid(self) -> int:
+        return int(self.show("MainPID"))
+
+    @property
+    def core_pid(self) -> int:
+        return int(self.run(f"pgrep -P {self.main_pid}"))
+
+    def curl(self, *arguments: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+        """curl from outside the host."""
+        return self.lab.outside(
+            "curl", "-sS", "--max-time", str(timeout), *arguments, timeout=timeout + 10
+        )
+
+    def wait(self, what: str, within: float, condition) -> float:
+        """Waits for a condition; returns the seconds it took."""
+        began = time.monotonic()
+        while time.monotonic() - began < within:
+            if condition():
+                return time.monotonic() - began
+            time.sleep(0.2)
+        raise AssertionError(f"not within {within} s: {what}")
+
+    def wait_until_ready(self, within: float = 30, other_than: int = 0) -> float:
+        return self.wait(
+            "ready",
+            within,
+            lambda: self.show("ActiveState") == "active" and self.main_pid != other_than,
+        )
+
+
+@pytest.fixture(scope="module")
+def service(lab):
+    made = Service(lab)
+    assert changed(made.play()) > 0
+    return made
+
+
+@pytest.fixture(autouse=True)
+def healthy_before(service):
+    service.wait_until_ready()
+    return service
+
+
+def test_a_second_run_changes_nothing(service):
+    pid = service.main_pid
+    assert changed(service.play()) == 0
+    assert changed(service.play("site.yml", "--check", "--diff")) == 0
+    assert service.main_pid == pid
+
+
+def test_the_service_is_reached_from_outside_the_host(service):
+    done = service.play("playbooks/smoke.yml")
+    assert done.returncode == 0, done.stdout
+    assert "self.name = ...  name" in re.sub(r"\\n", "", done.stdout)
+
+
+def test_started_means_ready(service):
+    service.run(f"systemctl restart {UNIT}")
+    assert service.curl("-o", "/dev/null", "http://10.78.0.11:8000/health").returncode == 0
+
+
+def test_the_units_are_valid_and_little_exposed(service):
+    units = " ".join(
+        f"/etc/systemd/system/{name}"
+        for name in ("ddtree-vllm@0.service", "ddtree-health@0.service", "ddtree-health@0.timer")
+    )
+    service.run(f"cd /tmp && for u in vllm@ health@; do true; done; systemd-analyze verify {units}")
+    for unit, most in ((UNIT, 2.5), ("ddtree-health@0.service", 2.0)):
+        said = service.run(f"systemd-analyze security --no-pager {unit}")
+        exposure = float(re.search(r"exposure level for .*: ([\d.]+)", said).group(1))
+        assert exposure <= most, said
+
+
+def test_the_engine_runs_unprivileged_and_cannot_write_its_weights(service):
+    pid = service.main_pid
+    assert service.run(f"ps -o user= -p {pid}") == "ddtree"
+    status = service.run(f"cat /proc/{pid}/status")
+    assert "NoNewPrivs:\t1" in status
+    assert "CapEff:\t0000000000000000" in status
+    stat = "stat -c '%U %a' /srv/ddtree/models/target/model.safetensors"
+    assert service.run(stat) == "root 644"
+    mounts = service.run(f"cat /proc/{pid}/mountinfo")
+    assert re.search(r" / / ro[, ]", mounts)
+    assert re.search(r" /var/cache/ddtree-vllm/0 rw[, ]", mounts)
+
+
+def test_start_timeout_is_above_the_engines_budget(service):
+    budget = int(re.search(r"READY_TIMEOUT_S='(\d+)'", service.run("cat /etc/ddtree/*.env"))[1])
+    assert service.show("TimeoutStartUSec") == "16min 5s"  # 900 + 5 + 60
+    assert budget == 900
+
+
+def test_a_killed_engine_is_back_within_10_s_although_the_exit_code_is_0(service):
+    pid = service.main_pid
+    service.run(f"kill -KILL {service.core_pid}")
+    service.wait("the server has ended", 10, lambda: service.main_pid != pid)
+    assert service.wait_until_ready(within=10, other_than=pid) < 10
+    journal = service.lab.journal(NODE, UNIT)
+    assert "Main process exited" not in journal.split("Scheduled restart job")[-2][-300:]
+    assert "Deactivated successfully" in journal
+
+
+def test_a_hung_engine_is_restarted_by_health_within_its_limit(service):
+    pid = service.main_pid
+    service.run(f"kill -STOP {service.core_pid}")
+    assert (
+        service.curl(
+            "-o", "/dev/null", "-w", "%{http_code}", "http://10.78.0.11:8000/health"
+        ).stdout
+        == "200"
+    )
+    # interval + generate_every + generate_timeout, twice, stall_after, and a slow machine.
+    took = service.wait("a restart", 60, lambda: service.main_pid not in (pid, 0))
+    service.wait_until_ready(other_than=pid)
+    said = service.lab.journal(NODE, "ddtree-health@0.service")
+    assert "hung: " in said, said
+    assert took > FAST["health_stall_after"] - FAST["health_generate_timeout"]
+
+
+def test_a_wholly_stopped_server_is_restarted(service):
+    pid = service.main_pid
+    service.run(f"systemctl kill --signal=STOP {UNIT}")
+    service.wait("a restart", 90, lambda: service.main_pid not in (pid, 0))
+    service.wait_until_ready(other_than=pid)
+
+
+def test_a_busy_engine_is_not_restarted(service):
+    pid, restarts = service.main_pid, service.show("NRestarts")
+    body = json.dumps({"model": "demo", "prompt": "x", "max_tokens": 1500})
+    client = service.lab.outside_in_background(
+        *("curl", "-sS", "--max-time", "120", "-H", "Content-Type: application/json"),
+        *("-d", body, "http://10.78.0.11:8000/v1/completions"),
+    )
+    time.sleep(25)  # 5 times health_stall_after; our own completions wait behind that one
+    said = service.lab.journal(NODE, "ddtree-health@0.service", lines=40)
+    assert "it is busy" in said, said
+    assert "hung" not in said.split("it is busy")[-1]
+    output, _ = client.communicate(timeout=120)
+    assert json.loads(output)["usage"]["completion_tokens"] == 1500
+    assert (service.main_pid, service.show("NRestarts")) == (pid, restarts)
+
+
+def test_no_process_outlives_the_unit(service):
+    group = f"/sys/fs/cgroup/systemd{service.show('ControlGroup')}/cgroup.procs"
+    pids = service.run(f"cat {group}").split()
+    assert len(pids) >= 3  # server, engine and a worker that ignores SIGTERM
+    service.run(f"systemctl stop {UNIT}")
+    left = service.run(f"for p in {' '.join(pids)}; do [ -d /proc/$p ] && echo $p; done; true")
+    assert left == ""
+    service.run(f"systemctl start {UNIT}")
+
+
+def test_a_request_in_flight_survives_a_stop(service):
+    body = json.dumps({"model": "demo", "prompt": "x", "max_tokens": 200})
+    client = service.lab.outside_in_background(
+        *("curl", "-sS", "--max-time", "60", "-H", "Content-Type: application/json"),
+        *("-d", body, "http://10.78.0.11:8000/v1/completions"),
+    )
+    time.sleep(1)
+    done = service.play("playbooks/stop.yml")
+    assert done.returncode == 0, done.stdout
+    output, _ = client.communicate(timeout=60)
+    assert json.loads(output)["usage"]["completion_tokens"] == 200
+    assert service.show("ActiveState") == "inactive"
+    assert service.show("ActiveState", "ddtree-health@0.timer") == "inactive"
+    assert changed(service.play()) >= 1
+    assert service.show("ActiveState", "ddtree-health@0.timer") == "active"
+
+
+def test_a_unit_edited_by_hand_is_put_back(service):
+    service.run("sed -i 's/^Restart=always/Restart=no/' '/etc/systemd/system/ddtree-vllm@.service'")
+    service.run("systemctl daemon-reload")
+    assert changed(service.play()) > 0
+    assert service.show("Restart") == "always"
+    assert changed(service.play()) == 0
+
+
+def test_arguments_reach_the_engine_word_for_word(service):
+    try:
+        assert changed(service.play(vllm_service_engine_args=ODD_ARGUMENTS)) > 0
+        said = service.run(f"journalctl -o cat -u {UNIT} | grep ^arguments | tail -1")
+        assert json.loads(said.partition(" ")[2])[-5:] == ODD_ARGUMENTS
+    finally:
+        changed(service.play())
+
+
+def test_the_api_key_is_a_credential(service):
+    try:
+        assert changed(service.play(vllm_service_api_key="s3cret", **KEY)) > 0
+        url = "http://10.78.0.11:8000/v1/models"
+        code = ("-o", "/dev/null", "-w", "%{http_code}")
+        assert service.curl(*code, url).stdout == "401"
+        assert service.curl(*code, "-H", "Authorization: Bearer s3cret", url).stdout == "200"
+        service.run("systemctl start ddtree-health@0.service")  # it has the key too
+        assert service.run("ps -eo args | grep -c '[s]3cret' || true") == "0"
+        assert service.run("stat -c '%U %a' /etc/ddtree/credentials/api-key") == "root 600"
+        # Gone missing: refused by systemd, not served without.
+        service.run("mv /etc/ddtree/credentials/api-key /root/key")
+        refused = service.lab.try_run(NODE, f"systemctl restart {UNIT}")
+        assert refused.returncode != 0
+        assert "api-key" in service.lab.journal(NODE, UNIT)
+        assert changed(service.play(vllm_service_api_key="s3cret", **KEY)) > 0
+        assert service.curl(*code, url).stdout == "401"
+    finally:
+        changed(service.play())
+    assert service.run("ls /etc/ddtree") == "health-0.env\ntopology.json\nvllm-0.env"
+
+
+KEY = {"health_api_key_file": "/etc/ddtree/credentials/api-key"}
+
+
+def test_an_engine_that_keeps_failing_stays_down_and_raises_the_alert(service):
+    alarm = ["/bin/sh", "-c", 'echo "$0" >/run/alarm']
+    try:
+        changed(service.play(vllm_service_start_limit_burst=3, vllm_service_alert_command=alarm))
+        service.run(f"systemctl reset-failed {UNIT}")
+        for _ in range(3):
+            pid = service.main_pid
+            service.run(f"kill -KILL {pid}")
+            service.wait(
+                "an end",
+                20,
+                lambda pid=pid: (
+                    service.show("ActiveState") == "failed"
+                    or (service.main_pid not in (0, pid)
+                    and service.show("ActiveState") == "active")
+                ),
+            )
+        service.wait("failed", 20, lambda: service.show("ActiveState") == "failed")
+        service.wait("the alert", 20, lambda: service.run("cat /run/alarm || true") == UNIT)
+        assert f"{UNIT} stays down" in service.run("journalctl -o cat -t ddtree-alert")
+        status = service.play("playbooks/status.yml")
+        assert status.returncode != 0
+        assert "Not healthy: 0" in status.stdout + status.stderr
+    finally:
+        service.run("rm -f /run/alarm")
+        changed(service.play())
+    done = service.play("playbooks/status.yml")
+    assert done.returncode == 0, done.stdout
+    assert "engine 0 is healthy" in done.stdout
+
+
+def test_a_taken_port_is_refused_before_anything_changes(service):
+    service.run(f"systemctl disable --now {UNIT}")
+    service.run(
+        "systemd-run --unit=squatter python3 -m http.server 8000 && "
+        "for i in $(seq 50); do ss -Hltn sport = :8000 | grep -q . && break; sleep 0.1; done"
+    )
+    try:
+        done = service.play()
+        assert done.returncode != 0
+        assert "Port 8000 is taken" in done.stdout + done.stderr
+        assert "python3" in done.stdout + done.stderr
+        assert "changed=0" in done.stdout
+    finally:
+        service.run("systemctl stop squatter")
+        changed(service.play())
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"vllm_service_engine_args": ["--port=1"]}, "sets --port, which the plan"),
+        ({"vllm_service_engine_args": ["it's"]}, "must not hold a single quote"),
+        ({"vllm_service_mode": "container"}, "Container mode needs vllm_service_image"),
+        ({"health_stall_after": 1}, "not below health_interval"),
+        ({"vllm_service_mode": "podman"}, "value of vllm_service_mode must be one of"),
+    ],
+)
+def test_bad_variables_are_refused_in_a_sentence(service, variables, words):
+    done = service.play("site.yml", "--tags", "preflight,gpu_topology", **variables)
+    assert done.returncode != 0
+    assert words in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+def test_a_reboot_brings_everything_back(service):
+    service.lab.try_run(NODE, "systemctl reboot")
+    time.sleep(1)
+    service.lab.wait_until_booted()
+    service.wait_until_ready(within=60)
+    assert service.show("ActiveState", "ddtree-health@0.timer") == "active"
+    assert changed(service.play()) == 0
+
+
+def test_uninstall_leaves_nothing(service):
+    try:
+        assert changed(service.play("playbooks/uninstall.yml")) > 0
+        left = service.run(
+            "find /etc /usr/local /var/cache /var/lib /srv /run /opt -xdev -name '*ddtree*' "
+            "-not -path '/opt/ddtree*' -not -path '/run/systemd/*' -not -path '/run/host*'; "
+            "getent passwd | grep ddtree; getent group | grep ddtree; "
+            "systemctl list-units --all --no-legend --plain 'ddtree*'; "
+            "systemctl list-unit-files --no-legend 'ddtree*'; true"
+        )
+        assert left == ""
+        assert service.curl("http://10.78.0.11:8000/health").returncode == 7
+        assert changed(service.play("playbooks/uninstall.yml")) == 0
+    finally:
+        changed(service.play())
