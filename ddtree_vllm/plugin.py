@@ -32,8 +32,10 @@ def register() -> None:
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         from ddtree_vllm.cpu.interpreter import quicken
+        from ddtree_vllm.cpu.sampling import use_torch_top_k_top_p
 
         quicken()
+        use_torch_top_k_top_p()
     for architecture, target in _TARGETS.items():
         if not _is_registered(ModelRegistry, architecture, target):
             ModelRegistry.register_model(architecture, target)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -159,3 +160,22 @@ def engine_environment() -> dict[str, str]:
 
 def random_prompts(rng: random.Random, lengths: list[int], vocab: int) -> list[list[int]]:
     return [[rng.randrange(4, vocab) for _ in range(length)] for length in lengths]
+
+
+def greedy_continuation(target: Path, prompt: list[int], length: int) -> list[int]:
+    """What the target says next, by Hugging Face's model in float32."""
+    import torch
+
+    tokens = list(prompt)
+    for _ in range(length):
+        with torch.inference_mode():
+            tokens.append(int(_hugging_face(target)(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@functools.cache
+def _hugging_face(target: Path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()

@@ -1,36 +1,170 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever shares a batch with a tree, and however a request ends, its tokens stay the same."""
+"""Whatever shares a batch with a tree, and however a request ends, its tokens stay the same.
+
+Each scenario runs without speculation and with trees, on real engines; all of them in two
+processes side by side, since starting one costs more than most scenarios.
+"""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
-from harness import Job, Result, random_prompts, run
+from harness import Job, Result, greedy_continuation, random_prompts, run
 from prompts import source_prompts
 from tiny_pair import EOS_TOKEN, VOCAB
 
-BUDGET = 31
+
+@dataclass
+class Scenario:
+    requests: list[dict]
+    budget: int = 31
+    engine: dict[str, Any] = field(default_factory=dict)
+    trees_engine: dict[str, Any] = field(default_factory=dict)
+    speculative: dict[str, Any] = field(default_factory=dict)
+
+    def jobs(self) -> list[Job]:
+        trees = Job(
+            self.requests,
+            budget=self.budget,
+            engine=self.engine | self.trees_engine,
+            speculative=self.speculative,
+        )
+        return [Job(self.requests, engine=self.engine), trees]
 
 
-def request(prompt: list[int] | dict, max_tokens: int, **options) -> dict:
+def request(prompt: list[int], max_tokens: int, **options) -> dict:
     params = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
     params |= options.pop("params", {})
     return {"prompt": prompt, "params": params, **options}
 
 
-def both(
-    pair: tuple[Path, Path], requests: list[dict], budget: int = BUDGET, **engine
-) -> tuple[Result, Result]:
-    """The same requests without speculation and with trees."""
-    without, trees = run(
-        pair, [Job(requests, engine=engine), Job(requests, budget=budget, engine=engine)]
+def joining_and_leaving() -> Scenario:
+    rng = random.Random(4)
+    prompts = random_prompts(rng, [rng.choice([1, 2, 9, 40, 90, 130]) for _ in range(12)], VOCAB)
+    requests = [
+        request(prompt, rng.randrange(1, 20), at_step=2 * i) for i, prompt in enumerate(prompts)
+    ]
+    for i in (3, 8):
+        requests[i]["abort_at"] = requests[i]["at_step"] + rng.randrange(1, 6)
+    # 40 tokens a step: prompts of 90 and 130 come in chunks beside other requests' trees.
+    return Scenario(requests, engine={"max_num_batched_tokens": 40, "max_num_seqs": 6})
+
+
+def running_ahead() -> Scenario:
+    rng = random.Random(16)
+    prompts = random_prompts(rng, [3, 18, 33, 64, 90, 12], VOCAB)
+    requests = [request(p, 7 + i, at_step=2 * i) for i, p in enumerate(prompts)]
+    return Scenario(requests, trees_engine={"async_scheduling": True})
+
+
+def preempted() -> Scenario:
+    rng = random.Random(5)
+    requests = [request(prompt, 36) for prompt in random_prompts(rng, [108] * 4, VOCAB)]
+    # Blocks are of 128 tokens, and a request takes six: all four start, and none can go on past its
+    # first block until another has been sent back.
+    small = {
+        "num_gpu_blocks_override": 27,
+        "enable_prefix_caching": False,
+        "max_num_seqs": 4,
+        "max_model_len": 256,
+    }
+    return Scenario(requests, budget=15, engine=small)
+
+
+def prompt_lengths() -> Scenario:
+    rng = random.Random(8)
+    requests = [request(p, 3) for p in random_prompts(rng, list(range(1, 129)), VOCAB)]
+    return Scenario(requests, budget=15, engine={"max_num_seqs": 32})
+
+
+def context_ends() -> Scenario:
+    rng = random.Random(6)
+    # The model's limit of 64 tokens comes before max_tokens does, at every offset into a tree.
+    requests = [request(p, 100) for p in random_prompts(rng, list(range(46, 64, 3)), VOCAB)]
+    return Scenario(requests, engine={"max_model_len": 64})
+
+
+def stop_tokens(tiny_pair) -> Scenario:
+    rng = random.Random(10)
+    requests = []
+    for prompt in random_prompts(rng, [12, 20, 31], VOCAB):
+        tokens = greedy_continuation(tiny_pair[0], prompt, 18)
+        for depth in range(1, 18, 3):
+            params = {"stop_token_ids": [tokens[depth]], "ignore_eos": False}
+            requests.append(request(prompt, 18, params=params))
+    return Scenario(requests, engine={"max_num_seqs": 18})
+
+
+def sampled_beside_greedy() -> Scenario:
+    options = (
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.8},
+        {"temperature": 1.3, "top_k": 7},
+        {"temperature": 0.0},
+        {"temperature": 1.0, "min_p": 0.1},
     )
-    return without, trees
+    prompts = random_prompts(random.Random(11), [5, 11, 23, 37, 8, 16], VOCAB)
+    requests = [
+        request(prompt, 8, params={"seed": 100 + i, **extra})
+        for i, (prompt, extra) in enumerate(zip(prompts, options, strict=True))
+    ]
+    return Scenario(requests, budget=15)
 
 
-def assert_equal(without: Result, trees: Result, requests: list[dict]) -> None:
+def penalised() -> Scenario:
+    options = (
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 1.1},
+        {"repetition_penalty": 1.4},
+        {},
+    )
+    prompts = random_prompts(random.Random(12), [9, 14, 22, 30], VOCAB)
+    requests = [
+        request(prompt, 14, params=extra) for prompt, extra in zip(prompts, options, strict=True)
+    ]
+    return Scenario(requests, budget=15)
+
+
+def scored() -> Scenario:
+    prompts = random_prompts(random.Random(13), [9, 30, 41], VOCAB)
+    return Scenario([request(p, 12, params={"logprobs": 3}) for p in prompts])
+
+
+def budget_per_batch_size() -> Scenario:
+    prompts = random_prompts(random.Random(14), [12, 25, 31, 8, 40, 17], VOCAB)
+    requests = [request(prompt, 12, at_step=3 * i) for i, prompt in enumerate(prompts)]
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 31], [3, 4, 15], [5, 8, 3]]}
+    return Scenario(requests, speculative=schedule)
+
+
+@pytest.fixture(scope="module")
+def scenarios(tiny_pair) -> dict[str, Scenario]:
+    return {
+        "joining and leaving": joining_and_leaving(),
+        "running ahead": running_ahead(),
+        "preempted": preempted(),
+        "prompt lengths": prompt_lengths(),
+        "context ends": context_ends(),
+        "stop tokens": stop_tokens(tiny_pair),
+        "sampled beside greedy": sampled_beside_greedy(),
+        "penalised": penalised(),
+        "scored": scored(),
+        "budget per batch size": budget_per_batch_size(),
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_pair, scenarios) -> dict[str, tuple[Result, Result]]:
+    results = run(tiny_pair, [job for scenario in scenarios.values() for job in scenario.jobs()])
+    return {name: (results[2 * i], results[2 * i + 1]) for i, name in enumerate(scenarios)}
+
+
+def assert_equal(runs: tuple[Result, Result], requests: list[dict]) -> tuple[Result, Result]:
+    without, trees = runs
     for number, (plain, tree) in enumerate(zip(without.outputs, trees.outputs, strict=True)):
         if "abort_at" in requests[number]:
             shorter = min(len(plain["token_ids"]), len(tree["token_ids"]))
@@ -39,122 +173,58 @@ def assert_equal(without: Result, trees: Result, requests: list[dict]) -> None:
         assert tree["token_ids"] == plain["token_ids"], number
         assert tree["finish_reason"] == plain["finish_reason"], number
         assert tree["stop_reason"] == plain["stop_reason"], number
+    return without, trees
 
 
-def test_requests_that_join_leave_and_abort_every_step(tiny_pair) -> None:
+def test_requests_that_join_leave_and_abort_every_step(runs, scenarios) -> None:
     """Prefill, chunked prefill, decode with drafts and without, in one batch (complaint 4)."""
-    rng = random.Random(4)
-    prompts = random_prompts(rng, [rng.choice([1, 2, 9, 40, 90, 130]) for _ in range(16)], VOCAB)
-    requests = [
-        request(prompt, rng.randrange(1, 25), at_step=2 * i) for i, prompt in enumerate(prompts)
-    ]
-    for i in (3, 8, 13):
-        requests[i]["abort_at"] = requests[i]["at_step"] + rng.randrange(1, 6)
-    # 40 tokens a step: prompts of 90 and 130 come in chunks beside other requests' trees.
-    without, trees = both(tiny_pair, requests, max_num_batched_tokens=40, max_num_seqs=6)
-    assert_equal(without, trees, requests)
+    name = "joining and leaving"
+    _, trees = assert_equal(runs[name], scenarios[name].requests)
     assert trees.counters["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
-def test_a_step_planned_before_the_last_one_is_known(tiny_pair) -> None:
+def test_a_step_planned_before_the_last_one_is_known(runs, scenarios) -> None:
     """Async scheduling: the host runs ahead with upper bounds, requests end a step late."""
-    rng = random.Random(16)
-    prompts = random_prompts(rng, [3, 18, 33, 64, 90, 12], VOCAB)
-    requests = [request(p, 9 + i, at_step=2 * i) for i, p in enumerate(prompts)]
-    without, trees = run(
-        tiny_pair, [Job(requests), Job(requests, budget=31, engine={"async_scheduling": True})]
-    )
-    assert_equal(without, trees, requests)
+    assert_equal(runs["running ahead"], scenarios["running ahead"].requests)
 
 
-def test_preemption_under_a_small_cache(tiny_pair) -> None:
-    rng = random.Random(5)
-    requests = [request(prompt, 70) for prompt in random_prompts(rng, [60] * 5, VOCAB)]
-    blocks = {"num_gpu_blocks_override": 17, "enable_prefix_caching": False}
-    without, trees = both(tiny_pair, requests, budget=15, max_num_seqs=5, **blocks)
+def test_preemption_under_a_small_cache(runs, scenarios) -> None:
+    _, trees = assert_equal(runs["preempted"], scenarios["preempted"].requests)
     assert trees.counters["vllm:num_preemptions"] > 0
-    assert_equal(without, trees, requests)
 
 
-def test_every_prompt_length_of_a_block_and_more(tiny_pair) -> None:
+def test_every_prompt_length_of_a_block_and_more(runs, scenarios) -> None:
     """128 consecutive lengths (complaint 8: garbage at lengths of one residue)."""
-    rng = random.Random(8)
-    requests = [request(p, 5) for p in random_prompts(rng, list(range(1, 129)), VOCAB)]
-    without, trees = both(tiny_pair, requests, max_num_seqs=32)
-    assert_equal(without, trees, requests)
+    assert_equal(runs["prompt lengths"], scenarios["prompt lengths"].requests)
 
 
-def test_max_model_len_reached_inside_a_tree(tiny_pair) -> None:
-    rng = random.Random(6)
-    # The model's limit of 64 tokens comes before max_tokens does, at every offset into a tree.
-    lengths = list(range(40, 64, 3))
-    requests = [request(p, 100) for p in random_prompts(rng, lengths, VOCAB)]
-    without, trees = both(tiny_pair, requests, max_model_len=64)
-    assert_equal(without, trees, requests)
+def test_max_model_len_reached_inside_a_tree(runs, scenarios) -> None:
+    _, trees = assert_equal(runs["context ends"], scenarios["context ends"].requests)
     assert {o["finish_reason"] for o in trees.outputs} == {"length"}
 
 
-def test_stop_tokens_and_end_of_text_at_every_depth(tiny_pair) -> None:
+def test_stop_tokens_and_end_of_text_at_every_depth(runs, scenarios) -> None:
     """A path may go on past the token that ends the request (complaint 10)."""
-    rng = random.Random(10)
-    prompts = random_prompts(rng, [12, 20, 31, 44], VOCAB)
-    free = [request(prompt, 24) for prompt in prompts]
-    (reference,) = run(tiny_pair, [Job(free)])
-    requests = []
-    for prompt, tokens in zip(prompts, reference.tokens, strict=True):
-        for depth in range(1, 24, 3):
-            stop = tokens[depth]
-            params = {"stop_token_ids": [stop], "ignore_eos": False}
-            requests.append(request(prompt, 24, params=params))
-    without, trees = both(tiny_pair, requests, max_num_seqs=16)
-    assert_equal(without, trees, requests)
-    assert {o["finish_reason"] for o in trees.outputs} >= {"stop"}
+    _, trees = assert_equal(runs["stop tokens"], scenarios["stop tokens"].requests)
+    assert "stop" in {o["finish_reason"] for o in trees.outputs}
     for output in trees.outputs:
         if output["stop_reason"] is not None:
             assert output["token_ids"][-1] in (output["stop_reason"], EOS_TOKEN)
 
 
-def test_greedy_and_sampled_requests_share_a_batch(tiny_pair) -> None:
-    rng = random.Random(11)
-    requests = [
-        request(prompt, 8, params={"temperature": temperature, "seed": 100 + i, **extra})
-        for i, (prompt, temperature, extra) in enumerate(
-            zip(
-                random_prompts(rng, [5, 11, 23, 37, 8, 16], VOCAB),
-                (0.0, 1.0, 0.7, 1.3, 0.0, 1.0),
-                ({}, {}, {"top_p": 0.8}, {"top_k": 7}, {}, {"min_p": 0.1}),
-                strict=True,
-            )
-        )
-    ]
-    without, trees = both(tiny_pair, requests, budget=15)
-    assert_equal(without, trees, requests)
+def test_greedy_and_sampled_requests_share_a_batch(runs, scenarios) -> None:
+    """Sampled output with a seed equals that of the same seed without speculation."""
+    name = "sampled beside greedy"
+    assert_equal(runs[name], scenarios[name].requests)
 
 
-def test_penalties_follow_the_path(tiny_pair) -> None:
+def test_penalties_follow_the_path(runs, scenarios) -> None:
     """Their logits depend on the drafts before a row, so these requests' trees are chains."""
-    rng = random.Random(12)
-    options = (
-        {"presence_penalty": 1.5},
-        {"frequency_penalty": 1.1},
-        {"repetition_penalty": 1.4},
-        {},
-    )
-    requests = [
-        request(prompt, 16, params=extra)
-        for prompt, extra in zip(random_prompts(rng, [9, 14, 22, 30], VOCAB), options, strict=True)
-    ]
-    without, trees = both(tiny_pair, requests, budget=15)
-    assert_equal(without, trees, requests)
+    assert_equal(runs["penalised"], scenarios["penalised"].requests)
 
 
-def test_logprobs_are_those_of_the_emitted_tokens(tiny_pair) -> None:
-    rng = random.Random(13)
-    requests = [
-        request(p, 12, params={"logprobs": 3}) for p in random_prompts(rng, [9, 30, 41], VOCAB)
-    ]
-    without, trees = both(tiny_pair, requests)
-    assert_equal(without, trees, requests)
+def test_logprobs_are_those_of_the_emitted_tokens(runs, scenarios) -> None:
+    without, trees = assert_equal(runs["scored"], scenarios["scored"].requests)
     for plain, tree in zip(without.outputs, trees.outputs, strict=True):
         assert len(tree["logprobs"]) == len(tree["token_ids"])
         for expected, got in zip(plain["logprobs"], tree["logprobs"], strict=True):
@@ -163,34 +233,26 @@ def test_logprobs_are_those_of_the_emitted_tokens(tiny_pair) -> None:
                 assert got[token] == pytest.approx(value, abs=2e-4)
 
 
-def test_a_budget_per_batch_size_takes_prefixes_of_the_trees(tiny_pair) -> None:
-    rng = random.Random(14)
-    requests = [
-        request(prompt, 14, at_step=3 * i)
-        for i, prompt in enumerate(random_prompts(rng, [12, 25, 31, 8, 40, 17], VOCAB))
-    ]
-    schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 31], [3, 4, 15], [5, 8, 3]]}
-    without, trees = run(tiny_pair, [Job(requests), Job(requests, budget=31, speculative=schedule)])
-    assert_equal(without, trees, requests)
+def test_a_budget_per_batch_size_takes_prefixes_of_the_trees(runs, scenarios) -> None:
+    name = "budget per batch size"
+    _, trees = assert_equal(runs[name], scenarios[name].requests)
     drafts = trees.counters["vllm:spec_decode_num_drafts"]
     nodes = trees.counters["vllm:spec_decode_num_draft_tokens"]
     assert 3 * drafts < nodes < 31 * drafts
 
 
 def test_a_stop_string_inside_an_accepted_path_ends_the_text_before_it(demo_pair) -> None:
-    rng = random.Random(15)
-    free = [request(prompt, 40) for prompt in source_prompts(demo_pair[0], 6, rng, 80)]
-    tokenizer = {"skip_tokenizer_init": False}
-    for each in free:
-        each["params"]["detokenize"] = True
-    (reference,) = run(demo_pair, [Job(free, engine=tokenizer)])
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_pair[0])
     requests = []
-    for each, output in zip(free, reference.outputs, strict=True):
-        words = output["text"].split()
+    for prompt in source_prompts(demo_pair[0], 6, random.Random(15), 80):
+        words = tokenizer.decode(greedy_continuation(demo_pair[0], prompt, 28)).split()
         # A word from the middle of the text: its last token is often not the last of its path.
         params = {"detokenize": True, "stop": [words[len(words) // 2]]}
-        requests.append(request(each["prompt"], 40, params=params))
-    without, trees = both(demo_pair, requests, **tokenizer)
-    assert_equal(without, trees, requests)
+        requests.append(request(prompt, 28, params=params))
+    scenario = Scenario(requests, engine={"skip_tokenizer_init": False})
+    runs = run(demo_pair, scenario.jobs())
+    without, trees = assert_equal((runs[0], runs[1]), requests)
     assert [o["text"] for o in trees.outputs] == [o["text"] for o in without.outputs]
     assert {o["finish_reason"] for o in trees.outputs} == {"stop"}
