@@ -153,3 +153,20 @@ def _common_tokens_per_step(result: Result, requests: list[dict]) -> float:
     emitted = [e for o in result.outputs[PROMPTS_PER_ENGINE:] for e in o["emitted"][1:]]
     assert len(requests) == PROMPTS_PER_ENGINE + COMPARED_PROMPTS
     return sum(emitted) / len(emitted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * 3600)
+def test_thousands_of_prompts(demo_pair, hugging_face, seed) -> None:
+    """Two hundred new prompts for every engine, two thousand in all; hours on two cores."""
+    rng = random.Random(seed)
+    asked = {
+        name: [greedy(p, 16) for p in source_prompts(demo_pair[0], 200, rng)] for name in ENGINES
+    }
+    jobs = [
+        Job(asked[name], **options, engine={"max_num_seqs": 8}) for name, options in ENGINES.items()
+    ]
+    results = run(demo_pair, jobs, timeout_s=5 * 3600)
+    for name, result in zip(ENGINES, results, strict=True):
+        for request, tokens in zip(asked[name], result.tokens, strict=True):
+            assert tokens == hugging_face(request["prompt"], tokens), (name, request["prompt"])
