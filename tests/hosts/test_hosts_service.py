@@ -7,15 +7,17 @@ where they touch it. test_hosts_engine.py runs the real engine.
 
 import json
 import re
+import shlex
 import subprocess
 import time
 
 import pytest
-from lab_hosts import Lab, changed
+from lab_hosts import ROOT, Lab, changed
 
 pytestmark = pytest.mark.hosts
 
 NODE = 1
+FOUR_H100 = ROOT / "tests/topology/fixtures/13-4x-h100-sxm-nv6-4nic-comma-cpus.txt"
 UNIT = "ddtree-vllm@0.service"
 # Everything happens in seconds; the shares between the limits are those of the defaults.
 FAST = {
@@ -47,6 +49,10 @@ class Service:
         return self.lab.play(
             playbook, *arguments, inventory=self.inventory, **{**self.variables, **more}
         )
+
+    def apply(self, **more: object) -> int:
+        """Puts other variables into effect, quicker than the whole play; returns the changes."""
+        return changed(self.play("site.yml", "--tags", "plan,configure,start", **more))
 
     def run(self, command: str) -> str:
         return self.lab.run(NODE, command).strip()
@@ -121,7 +127,7 @@ def test_the_units_are_valid_and_little_exposed(service):
         f"/etc/systemd/system/{name}"
         for name in ("ddtree-vllm@0.service", "ddtree-health@0.service", "ddtree-health@0.timer")
     )
-    service.run(f"cd /tmp && for u in vllm@ health@; do true; done; systemd-analyze verify {units}")
+    assert service.run(f"systemd-analyze verify {units} 2>&1") == ""
     for unit, most in ((UNIT, 2.5), ("ddtree-health@0.service", 2.0)):
         said = service.run(f"systemd-analyze security --no-pager {unit}")
         exposure = float(re.search(r"exposure level for .*: ([\d.]+)", said).group(1))
@@ -174,6 +180,7 @@ def test_a_hung_engine_is_restarted_by_health_within_its_limit(service):
     assert took > FAST["health_stall_after"] - FAST["health_generate_timeout"]
 
 
+@pytest.mark.slow
 def test_a_wholly_stopped_server_is_restarted(service):
     pid = service.main_pid
     service.run(f"systemctl kill --signal=STOP {UNIT}")
@@ -198,8 +205,7 @@ def test_a_busy_engine_is_not_restarted(service):
 
 
 def test_no_process_outlives_the_unit(service):
-    group = f"/sys/fs/cgroup/systemd{service.show('ControlGroup')}/cgroup.procs"
-    pids = service.run(f"cat {group}").split()
+    pids = service.run(f"grep -l {UNIT} /proc/[0-9]*/cgroup | cut -d/ -f3").split()
     assert len(pids) >= 3  # server, engine and a worker that ignores SIGTERM
     service.run(f"systemctl stop {UNIT}")
     left = service.run(f"for p in {' '.join(pids)}; do [ -d /proc/$p ] && echo $p; done; true")
@@ -232,18 +238,20 @@ def test_a_unit_edited_by_hand_is_put_back(service):
     assert changed(service.play()) == 0
 
 
+@pytest.mark.slow
 def test_arguments_reach_the_engine_word_for_word(service):
     try:
-        assert changed(service.play(vllm_service_engine_args=ODD_ARGUMENTS)) > 0
+        assert service.apply(vllm_service_engine_args=ODD_ARGUMENTS) > 0
         said = service.run(f"journalctl -o cat -u {UNIT} | grep ^arguments | tail -1")
         assert json.loads(said.partition(" ")[2])[-5:] == ODD_ARGUMENTS
     finally:
-        changed(service.play())
+        service.apply()
 
 
+@pytest.mark.slow
 def test_the_api_key_is_a_credential(service):
     try:
-        assert changed(service.play(vllm_service_api_key="s3cret", **KEY)) > 0
+        assert service.apply(vllm_service_api_key="s3cret", **KEY) > 0
         url = "http://10.78.0.11:8000/v1/models"
         code = ("-o", "/dev/null", "-w", "%{http_code}")
         assert service.curl(*code, url).stdout == "401"
@@ -255,21 +263,22 @@ def test_the_api_key_is_a_credential(service):
         service.run("mv /etc/ddtree/credentials/api-key /root/key")
         refused = service.lab.try_run(NODE, f"systemctl restart {UNIT}")
         assert refused.returncode != 0
-        assert "api-key" in service.lab.journal(NODE, UNIT)
-        assert changed(service.play(vllm_service_api_key="s3cret", **KEY)) > 0
+        assert "status=243/CREDENTIALS" in service.lab.journal(NODE, UNIT)
+        assert service.apply(vllm_service_api_key="s3cret", **KEY) > 0
         assert service.curl(*code, url).stdout == "401"
     finally:
-        changed(service.play())
+        service.apply()
     assert service.run("ls /etc/ddtree") == "health-0.env\ntopology.json\nvllm-0.env"
 
 
 KEY = {"health_api_key_file": "/etc/ddtree/credentials/api-key"}
 
 
+@pytest.mark.slow
 def test_an_engine_that_keeps_failing_stays_down_and_raises_the_alert(service):
     alarm = ["/bin/sh", "-c", 'echo "$0" >/run/alarm']
     try:
-        changed(service.play(vllm_service_start_limit_burst=3, vllm_service_alert_command=alarm))
+        service.apply(vllm_service_start_limit_burst=3, vllm_service_alert_command=alarm)
         service.run(f"systemctl reset-failed {UNIT}")
         for _ in range(3):
             pid = service.main_pid
@@ -279,8 +288,9 @@ def test_an_engine_that_keeps_failing_stays_down_and_raises_the_alert(service):
                 20,
                 lambda pid=pid: (
                     service.show("ActiveState") == "failed"
-                    or (service.main_pid not in (0, pid)
-                    and service.show("ActiveState") == "active")
+                    or (
+                        service.main_pid not in (0, pid) and service.show("ActiveState") == "active"
+                    )
                 ),
             )
         service.wait("failed", 20, lambda: service.show("ActiveState") == "failed")
@@ -291,7 +301,7 @@ def test_an_engine_that_keeps_failing_stays_down_and_raises_the_alert(service):
         assert "Not healthy: 0" in status.stdout + status.stderr
     finally:
         service.run("rm -f /run/alarm")
-        changed(service.play())
+        service.apply()
     done = service.play("playbooks/status.yml")
     assert done.returncode == 0, done.stdout
     assert "engine 0 is healthy" in done.stdout
@@ -312,6 +322,72 @@ def test_a_taken_port_is_refused_before_anything_changes(service):
     finally:
         service.run("systemctl stop squatter")
         changed(service.play())
+
+
+@pytest.mark.slow
+def test_container_mode_pins_each_instance_by_uuid_and_drops_privileges(service):
+    """Rendered only: the hosts of the lab have neither an image nor a GPU."""
+    uuids = [f"GPU-{letter}" for letter in "abcd"]
+    variables = {
+        "gpu_topology_cpu_only": False,
+        "gpu_topology_matrix": FOUR_H100.read_text(),
+        "gpu_topology_gpus": [
+            {"name": "H100", "uuid": uuid, "memory_mib": 81559} for uuid in uuids
+        ],
+        "gpu_topology_tensor_parallel": 2,
+        "vllm_service_mode": "container",
+        "vllm_service_image": "ddtree-vllm:gpu",
+        "vllm_service_free_mib": 70000,
+        "vllm_service_memory_max": "64G",
+    }
+    files = "/etc/systemd/system/ddtree-vllm@.service"
+    try:
+        done = service.play("site.yml", "--tags", "plan,configure", **variables)
+        assert done.returncode == 0, done.stdout
+        unit = service.run(f"cat {files}")
+        for words in (
+            "--read-only",
+            "--cap-drop ALL",
+            "--security-opt no-new-privileges",
+            "--shm-size 16g",
+            "--user 10001:10001",
+            "--pull never",
+            "--memory 64g",
+            "--log-driver none",
+        ):
+            assert words in unit
+        plan = json.loads(service.run("cat /etc/ddtree/topology.json"))
+        assert [group["instance"] for group in plan["groups"]] == ["0", "1"]
+        for group in plan["groups"]:
+            text = service.run(f"cat /etc/ddtree/vllm-{group['instance']}.env")
+            environment = dict(re.findall(r"^(\w+)='?(.*?)'?$", text, re.MULTILINE))
+            words = shlex.split(environment["DDTREE_CONTAINER"])
+            for uuid in group["uuids"]:
+                assert f"--device=nvidia.com/gpu={uuid}" in words
+            assert len([word for word in words if word.startswith("--device=")]) == 2
+            assert words[words.index("--publish") + 1] == f"0.0.0.0:{group['port']}:8000"
+            assert words[words.index("--cpuset-cpus") + 1] == group["cpuset"]
+            assert "CUDA_VISIBLE_DEVICES" not in environment
+            waits = shlex.split(environment["DDTREE_WAIT"])
+            assert waits[waits.index("--gpus") + 1] == ",".join(group["uuids"])
+            serve = shlex.split(environment["DDTREE_SERVE"])
+            assert serve[serve.index("--tensor-parallel-size") + 1] == "2"
+        native = service.play(
+            "site.yml", "--tags", "plan,configure", **{**variables, "vllm_service_mode": "native"}
+        )
+        assert native.returncode == 0, native.stdout
+        first = plan["groups"][0]
+        visible = ",".join(map(str, first["gpus"]))
+        assert f"CUDA_VISIBLE_DEVICES='{visible}'" in service.run("cat /etc/ddtree/vllm-0.env")
+        placement = "/etc/systemd/system/ddtree-vllm@0.service.d/placement.conf"
+        assert f"CPUAffinity={first['cpuset']}" in service.run(f"cat {placement}")
+        unit = service.run(f"cat {files}")
+        assert "DeviceAllow=char-nvidia* rw" in unit
+        assert service.run(f"systemd-analyze verify {files} 2>&1") == ""
+    finally:
+        service.apply()
+    # The second instance is no longer planned.
+    assert service.run("ls /etc/ddtree") == "health-0.env\ntopology.json\nvllm-0.env"
 
 
 @pytest.mark.parametrize(
@@ -344,7 +420,7 @@ def test_uninstall_leaves_nothing(service):
         assert changed(service.play("playbooks/uninstall.yml")) > 0
         left = service.run(
             "find /etc /usr/local /var/cache /var/lib /srv /run /opt -xdev -name '*ddtree*' "
-            "-not -path '/opt/ddtree*' -not -path '/run/systemd/*' -not -path '/run/host*'; "
+            "-not -path '/opt/*' -not -path '/run/systemd/*' -not -path '/run/host*'; "
             "getent passwd | grep ddtree; getent group | grep ddtree; "
             "systemctl list-units --all --no-legend --plain 'ddtree*'; "
             "systemctl list-unit-files --no-legend 'ddtree*'; true"
