@@ -105,7 +105,7 @@ def sampled_beside_greedy() -> Scenario:
         {"temperature": 0.7, "top_p": 0.8},
         {"temperature": 1.3, "top_k": 7},
         {"temperature": 0.0},
-        {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 1.0, "top_p": 0.95, "top_k": 20},
     )
     prompts = random_prompts(random.Random(11), [5, 11, 23, 37, 8, 16], VOCAB)
     requests = [
