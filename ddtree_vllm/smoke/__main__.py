@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", default="demo/target")
     parser.add_argument("--drafter", default="demo/drafter")
     parser.add_argument("--budget", type=int, default=31, help="nodes of the tree (default 31)")
-    parser.add_argument("--max-tokens", type=int, default=48, help="of each greedy completion")
+    parser.add_argument("--max-tokens", type=int, default=40, help="of each greedy completion")
     parser.add_argument("--dtype", help="default: float32 on the CPU, auto on a GPU")
     parser.add_argument("--output", type=Path, default=Path("build"), help="reports and logs")
     parser.add_argument("--ready-timeout", type=float, default=300, metavar="SECONDS")
