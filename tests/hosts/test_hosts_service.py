@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import time
+import zipfile
 
 import pytest
 from lab_hosts import ROOT, Lab, changed
@@ -305,6 +306,7 @@ def test_an_engine_that_keeps_failing_stays_down_and_raises_the_alert(service):
     assert "engine 0 is healthy" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_refused_before_anything_changes(service):
     service.run(f"systemctl disable --now {UNIT}")
     service.run(
@@ -402,6 +404,53 @@ def test_bad_variables_are_refused_in_a_sentence(service, variables, words):
     done = service.play("site.yml", "--tags", "preflight,gpu_topology", **variables)
     assert done.returncode != 0
     assert words in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+def stand_in_wheel(folder):
+    """A wheel whose ddtree-vllm is the stand-in."""
+    name = "ddtree_stand_in-1.0"
+    path = folder / f"{name}-py3-none-any.whl"
+    module = (ROOT / "tests/hosts/stub/bin/ddtree-vllm").read_text()
+    module = module.replace('if __name__ == "__main__":', "def main():")
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("ddtree_stand_in.py", module)
+        info = f"{name}.dist-info"
+        wheel.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: ddtree-stand-in\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        scripts = "[console_scripts]\nddtree-vllm = ddtree_stand_in:main\n"
+        wheel.writestr(f"{info}/entry_points.txt", scripts)
+        wheel.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.mark.slow
+def test_the_role_makes_the_venv_and_removes_it(service, tmp_path):
+    pins = tmp_path / "pins.txt"
+    pins.write_text("# none\n")
+    variables = {
+        "vllm_service_install": True,
+        "vllm_service_venv": "/opt/made/venv",
+        "vllm_service_requirements": [str(pins)],
+        "vllm_service_wheels": [str(stand_in_wheel(tmp_path))],
+        "vllm_service_pip_options": ["--no-index"],
+        "vllm_service_system_packages": [],  # no mirror is reachable; the hosts have them
+    }
+    try:
+        assert changed(service.play(**variables)) > 0
+        assert "/opt/made/venv/bin/ddtree-vllm" in service.run(f"ps -o args= -p {service.main_pid}")
+        pid = service.main_pid
+        assert changed(service.play(**variables)) == 0
+        pins.write_text("# none, but other ones\n")
+        assert changed(service.play(**variables)) > 0
+        assert service.main_pid != pid
+        assert changed(service.play("playbooks/uninstall.yml", **variables)) > 0
+        assert service.run("ls -A /opt/made 2>/dev/null || true") == ""
+    finally:
+        changed(service.play())
 
 
 def test_a_reboot_brings_everything_back(service):
