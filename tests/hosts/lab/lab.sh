@@ -118,8 +118,13 @@ init_of() { # shell's pid
   [ -n "$nspawn" ] && pgrep -P "$nspawn" | head -1
 }
 
+# Processes in the control groups of a host.
+host_pids() { # list-file
+  xargs -a "$1" -I{} find {} -name cgroup.procs -exec cat {} + 2>/dev/null | sort -un
+}
+
 down() {
-  local d pid init host
+  local d pid init host left
   for d in "$LAB"/hosts/node*; do
     [ -e "$d/pid" ] || continue
     init=$(init_of "$(cat "$d/pid")")
@@ -134,11 +139,16 @@ down() {
         kill -0 "$pid" 2>/dev/null || break
         sleep 0.1
       done
-      if kill -0 "$pid" 2>/dev/null; then
-        init=$(init_of "$pid")
-        kill -9 "$pid"
-        [ -n "$init" ] && kill -9 "$init"
-      fi
+    fi
+    # What did not end, or lost the shell that started it: all of it is in the host's own groups.
+    if [ -e "$d/cgroups" ]; then
+      for _ in 1 2 3; do
+        left=$(host_pids "$d/cgroups")
+        [ -z "$left" ] && break
+        # shellcheck disable=SC2086 # several words
+        kill -9 $left 2>/dev/null
+        sleep 0.2
+      done
     fi
     umount "$d/root" 2>/dev/null || umount -l "$d/root"
     ip netns del "$NET-${host#node}"
