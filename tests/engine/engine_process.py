@@ -34,7 +34,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(**job["engine"])
     loaded = time.monotonic()
     try:
-        outputs, steps = serve(llm, job["requests"], job.get("hooks", {}))
+        outputs, steps = serve(llm, job["requests"])
         counters = {
             m.name: m.value
             for m in llm.get_metrics()
@@ -72,7 +72,7 @@ def _allow_async_scheduling_on_cpu() -> None:
     platform.check_and_update_config = staticmethod(keep_async)
 
 
-def serve(llm: Any, requests: list[dict], hooks: dict) -> tuple[list[dict], int]:
+def serve(llm: Any, requests: list[dict]) -> tuple[list[dict], int]:
     """Feed requests at the steps they name, step until all have ended, collect what came out.
 
     A request: ``prompt`` (token ids), ``params`` (of SamplingParams), ``at_step`` (default 0: at the

@@ -45,7 +45,6 @@ class Job:
     static_tree: list[list[int]] | None = None
     speculative: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
-    hooks: dict[str, Any] = field(default_factory=dict)
 
     def spec(self, target: Path, drafter: Path) -> dict[str, Any]:
         engine: dict[str, Any] = {
@@ -69,7 +68,6 @@ class Job:
         return {
             "engine": engine | self.engine,
             "requests": self.requests,
-            "hooks": self.hooks,
         }
 
 
