@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The smoke test: three servers one after another, the same prompts, every token compared.
+"""The smoke test: three servers, the same prompts, every token compared.
 
 Starts `ddtree-vllm serve` as a user would, for no speculation, a chain and a tree, sends the same
 prompts through the `openai` client, and compares token ids and text: greedy, and sampled with a

@@ -43,7 +43,7 @@ class Server:
         self.log = log
         self.url = f"http://127.0.0.1:{port}"
 
-    def wait_until_ready(self, timeout: float, progress: Callable[[str], None]) -> None:
+    def wait_until_ready(self, timeout: float, progress: Callable[[], None]) -> None:
         """Returns once /health answers; raises ServerError when it ends first or takes too long."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -53,7 +53,7 @@ class Server:
             with contextlib.suppress(urllib.error.URLError, OSError):
                 if self._get("/health") is not None:
                     return
-            progress("starting the server")
+            progress()
             time.sleep(POLL_S)
         raise ServerError(f"the server was not ready after {timeout:.0f} s; {self._log_tail()}")
 
@@ -130,6 +130,9 @@ def running_server(command: list[str], log: Path) -> Iterator[Server]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "PYTHONUNBUFFERED": "1",
+        # Without a GPU vLLM pins the worker's threads to the first cores, the same for every server.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
     }
     with log.open("w") as output:
         process = subprocess.Popen(
