@@ -1,4 +1,4 @@
-# make setup | smoke | test | test-slow | lint | clean
+# make setup | smoke | test | test-hosts | test-slow | lint | wheels | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -24,13 +24,29 @@ test: setup ## the fast suite
 test-slow: setup ## everything, the slow tests too
 	@$(PY) -m pytest --slow $(ARGS)
 
+.PHONY: test-hosts
+test-hosts: setup ansible ## roles and service on real systemd hosts (root; says which packages it needs)
+	@$(PY) -m pytest tests/hosts --hosts $(ARGS)
+
+.PHONY: ansible
+ansible: ## make .venv-ansible, the controller (ANSIBLE_PYTHON=python3.12 chooses the interpreter)
+	@packaging/ansible.sh
+
+.PHONY: wheels
+wheels: setup ## the two wheels that a host's venv is made of, in build/wheels
+	@rm -rf build/wheels
+	@$(PY) -m pip wheel -qq --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheels . ./packaging/cpu
+	@ls build/wheels
+
 .PHONY: lint
-lint: setup ## ruff, mypy, yamllint, shellcheck
+lint: setup ansible ## ruff, mypy, yamllint, shellcheck, ansible-lint, the roles' READMEs
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 	@.venv/bin/yamllint --strict .
 	@git ls-files -z '*.sh' '.ci/run' | xargs -0 .venv/bin/shellcheck
+	@PATH="$(CURDIR)/.venv-ansible/bin:$$PATH" ansible-lint -q
+	@$(PY) tools/role_readme.py --check roles/*
 
 .PHONY: format
 format: setup ## rewrite Python files in the project's style

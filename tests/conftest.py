@@ -41,6 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ddtree")
     group.addoption("--slow", action="store_true", help="also run tests marked slow")
     group.addoption(
+        "--hosts", action="store_true", help="also run tests marked hosts: needs root and Ansible"
+    )
+    group.addoption(
         "--seed",
         type=int,
         default=None,
@@ -75,6 +78,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_CUDA:
             left_out["marked gpu: no NVIDIA GPU on this machine"] += 1
+            drop.append(item)
+        elif item.get_closest_marker("hosts") and not config.getoption("--hosts"):
+            left_out["marked hosts: run `make test-hosts`"] += 1
             drop.append(item)
         elif item.get_closest_marker("slow") and not wants_slow:
             left_out["marked slow: run `make test-slow`, or pytest --slow"] += 1

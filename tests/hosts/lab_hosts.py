@@ -3,18 +3,27 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LAB_SH = Path(__file__).parent / "lab/lab.sh"
-TOOLS = ("systemd-nspawn", "mmdebstrap", "ip", "ssh-keygen")
+# Programs of this machine, and the Debian packages that have them.
+TOOLS = {
+    "curl": "curl",
+    "ip": "iproute2",
+    "mmdebstrap": "mmdebstrap",
+    "ssh-keygen": "openssh-client",
+    "systemd-nspawn": "systemd-container",
+}
 # Python of the hosts' Debian; packages of the project's .venv are lent to them.
 HOST_PYTHON = "3.11"
 VENV = "/opt/ddtree/venv"
@@ -26,20 +35,20 @@ def work_folder() -> Path:
 
 
 def find_playbook() -> str | None:
-    """ansible-playbook of this environment, or the one DDTREE_ANSIBLE_PLAYBOOK names."""
+    """ansible-playbook of .venv-ansible, or the one DDTREE_ANSIBLE_PLAYBOOK names."""
     wanted = os.environ.get("DDTREE_ANSIBLE_PLAYBOOK")
-    return shutil.which(wanted or str(Path(sys.executable).with_name("ansible-playbook")))
+    return shutil.which(wanted or str(ROOT / ".venv-ansible/bin/ansible-playbook"))
 
 
 def missing() -> str:
     """Why this machine can have no test hosts; empty if it can."""
     if os.geteuid() != 0:
-        return "needs root"
-    absent = [tool for tool in TOOLS if shutil.which(tool) is None]
+        return "they need root"
+    absent = [package for tool, package in TOOLS.items() if shutil.which(tool) is None]
     if absent:
-        return f"needs {', '.join(absent)}"
+        return f"apt-get install --no-install-recommends {' '.join(absent)}"
     if find_playbook() is None:
-        return "needs ansible-core, or DDTREE_ANSIBLE_PLAYBOOK"
+        return "`make ansible` makes the controller, or DDTREE_ANSIBLE_PLAYBOOK names one"
     return ""
 
 
@@ -56,12 +65,15 @@ class Lab:
         self.count, self.folder = count, folder
         self.key = folder / "key"
         self.rootfs = folder / "rootfs"
+        # Labs of other folders may be up at the same time.
+        self.name = "ddtree-lab-" + hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:6]
         self._lend, self._extra = lend_venv, list[str]()
 
     # ---- the hosts
 
     def up(self) -> None:
         """Boots the hosts; builds their root file system first if it is not there."""
+        self._take_folder()
         self._build()
         self._extra = [f"--bind-ro={LAB_SH.parents[1]}/stub:/opt/stub"]
         if self._lend:
@@ -72,6 +84,7 @@ class Lab:
 
     def down(self) -> None:
         self._lab("down", timeout=120)
+        self._lock.close()
 
     def run(self, number: int, command: str, timeout: float = 60) -> str:
         """Output of a shell command in a host; raises AssertionError with it if that fails."""
@@ -94,7 +107,7 @@ class Lab:
     def outside_in_background(self, *command: str) -> subprocess.Popen[str]:
         """The same, without waiting for it."""
         return subprocess.Popen(
-            ["ip", "netns", "exec", "ddtree-lab", *command],
+            ["ip", "netns", "exec", self.name, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -150,8 +163,20 @@ class Lab:
 
     # ---- parts
 
-    def _build(self) -> None:
+    def _take_folder(self, within: float = 900) -> None:
+        """Waits until no other run of the tests has hosts in this folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / "lock").open("w")
+        end = time.monotonic() + within
+        while True:
+            try:
+                # Inherited by no host: Python closes its files in what it starts.
+                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                assert time.monotonic() < end, f"{self.folder} is in use; DDTREE_LAB names another"
+                time.sleep(1)
+
+    def _build(self) -> None:
         if not self.key.exists():
             subprocess.run(
                 ["ssh-keygen", "-q", "-N", "", "-t", "ed25519", "-f", self.key], check=True
@@ -222,6 +247,7 @@ class Lab:
                 cwd=ROOT,
                 env={
                     **os.environ,
+                    "LAB_NAME": self.name,
                     "LAB": str(self.folder / "lab"),
                     "ROOTFS": str(self.rootfs),
                     "KEY": str(self.key),

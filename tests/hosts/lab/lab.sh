@@ -7,13 +7,14 @@
 #   LAB           work folder, of this lab alone
 #   ROOTFS        what rootfs.sh built; stays unchanged, every host writes to an overlay
 #   KEY           ssh private key whose public half rootfs.sh was given
+#   LAB_NAME      of its network namespaces and control groups; two labs need two names
 #   NSPAWN_EXTRA  more flags for systemd-nspawn, such as binds
 #
-# Host i is node<i>, 10.78.0.<10+i>; this side is 10.78.0.1 in the namespace ddtree-lab. Nothing
+# Host i is node<i>, 10.78.0.<10+i>; this side is 10.78.0.1 in the namespace LAB_NAME. Nothing
 # routes outside. Steps back to nothing with `down`, also after a half-finished `up`.
 set -u
 : "${LAB:?}"
-readonly NET=ddtree-lab SUBNET=10.78.0
+readonly NET=${LAB_NAME:-ddtree-lab} SUBNET=10.78.0
 export SYSTEMD_NSPAWN_API_VFS_WRITABLE=network
 
 # A control group of the host's own in every hierarchy.
