@@ -59,10 +59,14 @@ class Lab:
         count: how many.
         folder: of this lab alone.
         lend_venv: the project's .venv appears in every host as /opt/ddtree/venv.
+        packages: of Debian, beside those of lab/rootfs.sh; a folder's root file system keeps them.
     """
 
-    def __init__(self, count: int, folder: Path, lend_venv: bool = True) -> None:
+    def __init__(
+        self, count: int, folder: Path, lend_venv: bool = True, packages: Sequence[str] = ()
+    ) -> None:
         self.count, self.folder = count, folder
+        self._packages = packages
         self.key = folder / "key"
         self.rootfs = folder / "rootfs"
         # Labs of other folders may be up at the same time.
@@ -187,7 +191,7 @@ class Lab:
         log = self.folder / "rootfs.log"
         with log.open("w") as output:
             done = subprocess.run(
-                [LAB_SH.with_name("rootfs.sh"), self.rootfs, f"{self.key}.pub"],
+                [LAB_SH.with_name("rootfs.sh"), self.rootfs, f"{self.key}.pub", *self._packages],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 check=False,
