@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models on this host: where they lie, what was verified, and whether it still holds.
+
+A model is a folder of root's with read-only files and a SHA256SUMS. What was verified is noted per
+file with its size and time of change, so that looking again does not read 55 GB: a file is read
+again only if one of the two differs, or if everything is to be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import digest
+from .errors import ModelsError
+from .wanted import MANIFEST, Config, Model, write_manifest
+
+# One file a thread: hashing leaves the interpreter's lock alone.
+_HASHERS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Noted:
+    """One file as it was when it was verified."""
+
+    sha256: str
+    size: int
+    mtime_ns: int
+
+    def holds(self, path: str) -> bool:
+        try:
+            found = os.stat(path)
+        except OSError:
+            return False
+        return (found.st_size, found.st_mtime_ns) == (self.size, self.mtime_ns)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was verified of a model.
+
+    Attributes:
+        identity: `Model.identity` of what was fetched.
+    """
+
+    identity: Mapping[str, Any]
+    files: Mapping[str, Noted]
+
+
+@dataclass
+class State:
+    """How a model is found.
+
+    Attributes:
+        missing: it was never fetched as it is configured now.
+        faults: sentences that name a file.
+        read: files whose content was read for this.
+    """
+
+    name: str
+    missing: str = ""
+    faults: list[str] = field(default_factory=list)
+    read: int = 0
+
+    @property
+    def good(self) -> bool:
+        return not self.missing and not self.faults
+
+
+class Store:
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def folder(self, model: Model) -> str:
+        return os.path.join(self._config.folder, model.name)
+
+    def staging(self, model: Model) -> str:
+        """Where a model is put together; on the same file system, kept when interrupted."""
+        return os.path.join(self._config.folder, f".{model.name}.partial")
+
+    # ---- what was verified
+
+    def record(self, model: Model) -> Record | None:
+        """None if nothing is noted, or nothing that can be read: then everything is verified."""
+        try:
+            with open(self._record_path(model), encoding="utf-8") as file:
+                data = json.load(file)
+            files = {path: Noted(*values) for path, values in data["files"].items()}
+            return Record(data["identity"], files)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def note(self, model: Model, files: Mapping[str, str]) -> None:
+        """Notes that these files were just verified."""
+        noted = {}
+        for path, sha256 in sorted(files.items()):
+            found = os.stat(os.path.join(self.folder(model), path))
+            noted[path] = (sha256, found.st_size, found.st_mtime_ns)
+        os.makedirs(self._config.state, mode=0o755, exist_ok=True)
+        write(
+            self._record_path(model),
+            json.dumps({"identity": model.identity, "files": noted}, indent=1),
+        )
+
+    def forget(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(self._config.state, f"{name}.json"))
+
+    def _record_path(self, model: Model) -> str:
+        return os.path.join(self._config.state, f"{model.name}.json")
+
+    # ---- whether it holds
+
+    def check(self, model: Model, full: bool = False) -> State:
+        """Compares a model with what was noted.
+
+        Args:
+            full: reads every file, not only those whose size or time has changed.
+        """
+        state = State(model.name)
+        record = self.record(model)
+        if record is None:
+            state.missing = f"{model.name} was never fetched and verified on this host"
+            return state
+        if dict(record.identity) != model.identity:
+            state.missing = f"{model.name} was fetched as something else than {model.origin}"
+            return state
+        folder = self.folder(model)
+        to_read = [
+            path
+            for path, noted in sorted(record.files.items())
+            if full or not noted.holds(os.path.join(folder, path))
+        ]
+        state.read = len(to_read)
+        with ThreadPoolExecutor(_HASHERS) as pool:
+            faults = pool.map(lambda path: _fault(folder, path, record.files[path]), to_read)
+            state.faults = [fault for fault in faults if fault]
+        state.faults += [
+            f"{path} in {folder} does not belong to the model; vLLM might load it"
+            for path in _weights(folder)
+            if path not in record.files
+        ]
+        if to_read and state.good:
+            # The service looks as its own user and cannot write; root's next look notes it.
+            with contextlib.suppress(OSError):
+                self.note(model, {path: noted.sha256 for path, noted in record.files.items()})
+        return state
+
+    def intact(self, model: Model, path: str) -> str:
+        """SHA-256 of a file that is in the folder as it was verified, "" if it is not."""
+        record = self.record(model)
+        noted = record.files.get(path) if record else None
+        held = noted is not None and noted.holds(os.path.join(self.folder(model), path))
+        return noted.sha256 if noted is not None and held else ""
+
+    # ---- putting in place
+
+    def put(self, model: Model, files: Mapping[str, str]) -> None:
+        """Replaces the folder by the staged one. What an engine has open stays as it is."""
+        staging, folder = self.staging(model), self.folder(model)
+        write(os.path.join(staging, MANIFEST), write_manifest(files))
+        for path in (*files, MANIFEST):
+            os.chmod(os.path.join(staging, path), 0o444)
+        for directory, _, _ in os.walk(staging):
+            os.chmod(directory, 0o755)
+        old = f"{staging}.old"
+        remove_tree(old)
+        if os.path.lexists(folder):
+            os.rename(folder, old)
+        os.rename(staging, folder)
+        remove_tree(old)
+        self.note(model, files)
+
+
+def _fault(folder: str, path: str, noted: Noted) -> str:
+    where = os.path.join(folder, path)
+    try:
+        sha256 = digest.of_file(where).sha256
+    except FileNotFoundError:
+        return f"{where} is missing"
+    except OSError as error:
+        return f"{where} cannot be read ({error.strerror})"
+    if sha256 != noted.sha256:
+        return f"{where} is corrupted: its SHA-256 is {sha256}, not {noted.sha256}"
+    return ""
+
+
+def _weights(folder: str) -> Iterable[str]:
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith((".safetensors", ".bin", ".pt")):
+                yield os.path.relpath(os.path.join(directory, name), folder)
+
+
+def write(path: str, text: str) -> None:
+    """Replaces a file in one step."""
+    temporary = f"{path}.new"
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, path)
+
+
+def remove_tree(path: str) -> None:
+    """Removes a folder of ours, links not followed."""
+    if not os.path.lexists(path):
+        return
+    if os.path.islink(path) or not os.path.isdir(path):
+        os.remove(path)
+        return
+    for directory, folders, names in os.walk(path, topdown=False):
+        for name in names:
+            os.remove(os.path.join(directory, name))
+        for name in folders:
+            full = os.path.join(directory, name)
+            os.remove(full) if os.path.islink(full) else os.rmdir(full)
+    os.rmdir(path)
+
+
+def require_root(folder: str) -> None:
+    """Raises:
+    ModelsError: the store cannot be written.
+    """
+    os.makedirs(folder, mode=0o755, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise ModelsError(f"{folder} cannot be written: run this as root")
