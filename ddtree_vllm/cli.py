@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 from ddtree_vllm import SUPPORTED_VLLM, __version__, checkpoints, environment
@@ -253,6 +254,7 @@ def _run_vllm(arguments: list[str], debug: bool) -> int:
     # As `vllm serve` would have it: child processes and log lines read it.
     sys.argv = ["vllm", *arguments]
     cli_env_setup()
+    _load_plugin()
     command = ServeSubcommand()
     parser = FlexibleArgumentParser(prog="vllm")
     command.subparser_init(parser.add_subparsers(dest="subparser"))
@@ -274,6 +276,24 @@ def _run_vllm(arguments: list[str], debug: bool) -> int:
         print(f"ddtree-vllm: the server stopped: {_one_sentence(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _load_plugin() -> None:
+    """Loads the plugin as vLLM does, which would serve without it where its import fails."""
+    found = entry_points(group="vllm.general_plugins", name="ddtree")
+    if not found:
+        raise BadInputError(
+            "the plugin is not registered with vLLM: install the package (pip install .), rather "
+            "than running it from its folder"
+        )
+    for entry_point in found:
+        try:
+            entry_point.load()()
+        except Exception as error:
+            raise BadInputError(
+                f"the plugin does not load, and vLLM would serve without it: {type(error).__name__}: "
+                f"{_one_sentence(error)}; `ddtree-vllm doctor` says more"
+            ) from error
 
 
 def _one_sentence(error: BaseException) -> str:

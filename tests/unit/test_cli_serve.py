@@ -355,3 +355,29 @@ def test_what_vllm_refuses_is_told_in_one_sentence_too(target):
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert [line for line in done.stderr.splitlines() if line.startswith("ddtree-vllm: ")]
+
+
+def broken_plugin():
+    raise ImportError("cannot import name 'Nothing'\nfrom somewhere")
+
+
+class EntryPoint:
+    def load(self):
+        return broken_plugin
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ([], "the plugin is not registered with vLLM"),
+        (
+            [EntryPoint()],
+            "the plugin does not load, and vLLM would serve without it: ImportError: cannot import "
+            "name 'Nothing'; `ddtree-vllm doctor`",
+        ),
+    ],
+)
+def test_a_plugin_that_vllm_would_lose_silently_is_refused(monkeypatch, found, sentence):
+    monkeypatch.setattr(cli, "entry_points", lambda **_: found)
+    with pytest.raises(cli.BadInputError, match=sentence.replace(".", r"\.")):
+        cli._load_plugin()
