@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 LAB_SH = Path(__file__).parent / "lab/lab.sh"
 # Programs of this machine, and the Debian packages that have them.
 TOOLS = {
+    "cc": "tcc",
     "curl": "curl",
+    "dpkg-deb": "dpkg",
     "ip": "iproute2",
     "mmdebstrap": "mmdebstrap",
     "ssh-keygen": "openssh-client",
@@ -45,6 +47,8 @@ def missing() -> str:
     if os.geteuid() != 0:
         return "they need root"
     absent = [package for tool, package in TOOLS.items() if shutil.which(tool) is None]
+    if shutil.which("tcc"):
+        absent = [package for package in absent if package != "tcc"]
     if absent:
         return f"apt-get install --no-install-recommends {' '.join(absent)}"
     if find_playbook() is None:
@@ -89,6 +93,10 @@ class Lab:
     def down(self) -> None:
         self._lab("down", timeout=120)
         self._lock.close()
+
+    def root(self, number: int) -> Path:
+        """The root of a host's file system, from this machine."""
+        return self.folder / f"lab/hosts/node{number}/root"
 
     def run(self, number: int, command: str, timeout: float = 60) -> str:
         """Output of a shell command in a host; raises AssertionError with it if that fails."""
@@ -258,6 +266,8 @@ class Lab:
                     "NSPAWN_EXTRA": " ".join(self._extra),
                     "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
                     "ANSIBLE_HOME": str(self.folder / "ansible"),
+                    # Kept ssh connections are known by address alone, which labs share.
+                    "ANSIBLE_SSH_CONTROL_PATH_DIR": str(self.folder / "cp"),
                     "ANSIBLE_NOCOLOR": "1",
                 },
             )
