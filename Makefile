@@ -3,6 +3,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
+# What `make smoke` asks: servers of .venv, of the image, or one that runs already.
+SMOKE_TARGET ?= local
 
 .PHONY: help
 help: ## this list
@@ -13,8 +15,8 @@ setup: ## make .venv from constraints/ (PYTHON=python3.12 chooses the interprete
 	@packaging/setup.sh
 
 .PHONY: smoke
-smoke: setup ## serve the demo pair with and without trees, compare every token
-	@$(PY) -m ddtree_vllm.smoke
+smoke: setup ## serve the demo pair with and without trees, compare every token (SMOKE_TARGET=local|image|URL)
+	@$(PY) -m ddtree_vllm.smoke --server "$(SMOKE_TARGET)" $(ARGS)
 
 .PHONY: test
 test: setup ## the fast suite

@@ -6,4 +6,7 @@ prompts through the `openai` client, and compares token ids and text: greedy, an
 seed. Prints a table, writes build/smoke.json, and exits non-zero when anything differs.
 
     python -m ddtree_vllm.smoke --target demo/target --drafter demo/drafter --budget 31
+
+`--server image` takes the three servers from a container image instead. `--server URL` asks a server
+that runs already: see remote.py.
 """

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import ddtree_vllm.smoke
 from ddtree_vllm import checkpoints, environment
+from ddtree_vllm.smoke import container, remote
 from ddtree_vllm.smoke.prompts import PROMPTS, SEEDED_PROMPTS
 from ddtree_vllm.smoke.report import (
     Contestant,
@@ -34,6 +35,16 @@ SEED = 1234
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the comparison; returns 0 when all engines agree and the tree beats the chain."""
     args = _parser().parse_args(argv)
+    if args.server not in ("local", "image"):
+        args.output.mkdir(parents=True, exist_ok=True)
+        return remote.run(
+            args.server,
+            PROMPTS,
+            report_to=str(args.output / "smoke.json"),
+            max_tokens=args.max_tokens,
+            exact=args.exact,
+            min_acceptance=args.min_acceptance,
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args.output.mkdir(parents=True, exist_ok=True)
     report_path = args.output / "smoke.json"
@@ -61,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
         description=ddtree_vllm.smoke.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "--server",
+        default="local",
+        metavar="local|image|URL",
+        help="servers of this environment, of --image in containers, or one that runs already",
+    )
     parser.add_argument("--target", default="demo/target")
     parser.add_argument("--drafter", default="demo/drafter")
     parser.add_argument("--budget", type=int, default=31, help="nodes of the tree (default 31)")
@@ -68,6 +85,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", help="default: float32 on the CPU, auto on a GPU")
     parser.add_argument("--output", type=Path, default=Path("build"), help="reports and logs")
     parser.add_argument("--ready-timeout", type=float, default=300, metavar="SECONDS")
+    image = parser.add_argument_group("--server image")
+    image.add_argument("--image", default="ddtree-vllm:cpu", help="default ddtree-vllm:cpu")
+    image.add_argument("--docker", default="", help="docker or podman; default: the one there is")
+    running = parser.add_argument_group("--server URL, with the API key in VLLM_API_KEY")
+    running.add_argument(
+        "--exact", action="store_true", help="tokens do not depend on the batch (float32)"
+    )
+    running.add_argument(
+        "--min-acceptance", type=float, default=0.0, metavar="X", help="least tokens a step"
+    )
     return parser
 
 
@@ -90,10 +117,13 @@ def _compare(args: argparse.Namespace) -> tuple[dict, dict[str, Result]]:
             checkpoints.open_checkpoint(role, path)
         except ValueError as error:
             raise ServerError(str(error)) from None
-    installed = environment.installed_vllm()
-    if len(installed) != 1:
-        raise ServerError("needs exactly one vLLM; `ddtree-vllm doctor` says what is installed")
-    vllm = installed[0]
+    if args.server == "image":
+        vllm = container.image_vllm(container.engine(args.docker), args.image)
+    else:
+        installed = environment.installed_vllm()
+        if len(installed) != 1:
+            raise ServerError("needs exactly one vLLM; `ddtree-vllm doctor` says what is installed")
+        vllm = installed[0]
     dtype = args.dtype or ("float32" if vllm.device == "cpu" else "auto")
     # A server takes most of a GPU's memory, so there they run one after another. Without a GPU all
     # start at once: starting is half of the time and leaves cores idle.
@@ -125,7 +155,8 @@ def _run(together: Sequence[Contestant], args: argparse.Namespace, dtype: str) -
         servers = {
             contestant.key: stack.enter_context(
                 running_server(
-                    _command(contestant, args, dtype), args.output / f"smoke-{contestant.key}.log"
+                    lambda port: _command(contestant, args, dtype, port),  # noqa: B023 - called at once
+                    args.output / f"smoke-{contestant.key}.log",
                 )
             )
             for contestant in together
@@ -165,10 +196,18 @@ def _ask(
     progress.say(f"greedy part {result.greedy_s:.1f} s, {result.tokens_per_step:.2f} tokens a step")
 
 
-def _command(contestant: Contestant, args: argparse.Namespace, dtype: str) -> list[str]:
+def _command(contestant: Contestant, args: argparse.Namespace, dtype: str, port: int) -> list[str]:
+    options = contestant.options
+    if args.server == "image":
+        start = container.serve_command(
+            container.engine(args.docker), args.image, port, args.target, args.drafter
+        )
+        options = tuple(container.DRAFTER if word == args.drafter else word for word in options)
+    else:
+        start = [*_serve_command(args.target), "--host", "127.0.0.1", "--port", str(port)]
     return [
-        *_serve_command(args.target),
-        *contestant.options,
+        *start,
+        *options,
         *("--served-model-name", MODEL_NAME),
         *("--dtype", dtype),
         *("--max-model-len", str(MAX_MODEL_LEN)),

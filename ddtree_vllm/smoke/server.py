@@ -122,8 +122,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(command: list[str], log: Path) -> Iterator[Server]:
-    """A server on a free port, its output in `log`; stopped by its process id at the end."""
+def running_server(command: Callable[[int], list[str]], log: Path) -> Iterator[Server]:
+    """A server on a free port, its output in `log`; stopped by its process id at the end.
+
+    Args:
+        command: what serves on a port of the loopback interface.
+    """
     port = free_port()
     quiet = {
         "HF_HUB_OFFLINE": "1",
@@ -136,7 +140,7 @@ def running_server(command: list[str], log: Path) -> Iterator[Server]:
     }
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            command(port),
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

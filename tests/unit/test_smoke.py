@@ -145,7 +145,7 @@ def test_missing_weights_fail_before_anything_is_started(tmp_path, capsys):
 
 def test_a_server_that_never_answers_times_out_and_is_stopped(tmp_path):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with running_server(command, tmp_path / "log") as server:
+    with running_server(lambda port: command, tmp_path / "log") as server:
         with pytest.raises(ServerError, match="not ready after 1 s"):
             server.wait_until_ready(1, lambda: None)
         assert server.process.poll() is None
