@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ddtree-entrypoint [serve [MODEL]] [options]`, other commands of the image, and its health check."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+from . import ContainerError, checks, settings, supervise
+
+DEVICE = Path("/opt/ddtree/device")
+# Run as they are.
+COMMANDS = ("ddtree-health", "ddtree-topology", "python3", "sh", "bash")
+USAGE = """\
+This image serves a model with draft trees:
+
+  docker run IMAGE [options]                   the model that variables name, or the demo pair
+  docker run IMAGE serve MODEL [options]       MODEL, with its drafter behind --drafter
+  docker run IMAGE doctor                      what is installed, and whether it works
+  docker run IMAGE ddtree-health | ddtree-topology | python3 | sh | bash
+
+Options are those of `ddtree-vllm serve` and of vLLM. Variables, where no option says otherwise:
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code. 2 is a wrong call, or something that has to be there and is not."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(words, os.environ)
+    except ContainerError as error:
+        supervise.say(str(error))
+        return 2
+
+
+def _run(words: list[str], environment: MutableMapping[str, str]) -> int:
+    if words == ["healthcheck"]:
+        return _healthcheck(environment)
+    kind, rest = classify(words)
+    if kind == "help":
+        print(USAGE + "\n".join(f"  {name:<28} {text}" for name, text in _variables()), flush=True)
+        return 0
+    if kind == "run":
+        os.execvp(rest[0], rest)
+    wanted = settings.serve(rest, environment)
+    said = checks.prepare_folders(environment)
+    if said:
+        supervise.say(said)
+    _read_api_key(environment)
+    checks.check_shm(wanted.number("--tensor-parallel-size", 1))
+    wanted.port  # noqa: B018 - raises
+    if DEVICE.read_text(encoding="ascii").strip() == "cuda":
+        checks.check_cuda()
+    drain = wanted.number("--shutdown-timeout", 0)
+    for name in (*settings.OPTIONS, *settings.OTHERS):
+        environment.pop(name, None)
+    return supervise.run(
+        wanted.command, environment, f"requests in flight have {drain} s to finish"
+    )
+
+
+def classify(words: list[str]) -> tuple[str, list[str]]:
+    """("serve", what stands behind it), ("run", a command) or ("help", nothing)."""
+    if words[:1] == ["ddtree-vllm"]:
+        words = words[1:]
+    if words and words[0] in ("-h", "--help", "help"):
+        return "help", []
+    if words[:1] == ["serve"]:
+        return ("help", []) if words[1:2] in (["-h"], ["--help"]) else ("serve", words[1:])
+    if not words or (words[0].startswith("-") and words[0] != "--version"):
+        return "serve", words
+    if words[0] in ("doctor", "--version"):
+        return "run", ["ddtree-vllm", *words]
+    if words[0] in COMMANDS:
+        return "run", words
+    raise ContainerError(
+        f"{words[0]!r} is no command of this image: options come first, or serve MODEL, doctor, "
+        f"{', '.join(COMMANDS)}; --help says more"
+    )
+
+
+def _variables() -> list[tuple[str, str]]:
+    return [
+        ("DDTREE_MODEL", "checkpoint folder or name on Hugging Face"),
+        ("DDTREE_DRAFTER", "its DFlash drafter, likewise"),
+        ("DDTREE_SPECULATION", "on (default), or off: the model alone"),
+        *((name, option) for name, option in settings.OPTIONS.items()),
+        ("DDTREE_API_KEY_FILE", "file that holds the API key of /v1"),
+        ("DDTREE_ARGS", "more options, as a shell would split them"),
+    ]
+
+
+def _read_api_key(environment: MutableMapping[str, str]) -> None:
+    path = environment.get("DDTREE_API_KEY_FILE", "")
+    if not path:
+        return
+    try:
+        key = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContainerError(f"DDTREE_API_KEY_FILE={path} cannot be read: {error}") from None
+    if not key:
+        raise ContainerError(f"DDTREE_API_KEY_FILE={path} is empty")
+    environment["VLLM_API_KEY"] = key
+
+
+def _healthcheck(environment: MutableMapping[str, str]) -> int:
+    """Docker's HEALTHCHECK: 0 or 1; Docker keeps 2, which ddtree-health says of a hung engine, for itself."""
+    from ddtree_health.cli import main as health
+
+    port = _served(environment).port
+    folder, _ = checks.temporary_folder(environment)
+    state = os.path.join(folder, "ddtree-healthcheck.json")
+    call = ["check", "--checks", "live,ready", "--url", f"http://127.0.0.1:{port}"]
+    return 1 if health([*call, "--state", state]) else 0
+
+
+def _served(environment: MutableMapping[str, str]) -> settings.Serve:
+    """What PID 1 was asked to serve: a health check is started with its variables, without its arguments."""
+    words = Path("/proc/1/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    ours = [i for i, word in enumerate(words) if word.endswith("/ddtree-entrypoint")]
+    kind, rest = classify(words[ours[-1] + 1 :] if ours else [])
+    if kind != "serve":
+        raise ContainerError("this container does not serve")
+    return settings.serve(rest, environment)

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image's entry point without an image: settings, checks before the start, and what PID 1 does."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "images/lib"))
+
+from ddtree_container import ContainerError, checks, main, settings  # noqa: E402
+
+DEMO = ROOT / "demo"
+
+
+def words(arguments, environment=None, demo=DEMO):
+    return settings.serve(arguments, environment or {}, demo).command
+
+
+def value(command, option):
+    return command[command.index(option) + 1]
+
+
+# ---- settings
+
+
+def test_without_anything_the_demo_pair_is_served():
+    command = words([])
+    assert command[:3] == ["ddtree-vllm", "serve", str(DEMO / "target")]
+    assert value(command, "--drafter") == str(DEMO / "drafter")
+    assert value(command, "--budget") == "31"
+    assert value(command, "--served-model-name") == "demo"
+    assert value(command, "--shutdown-timeout") == "30"
+    assert value(command, "--host") == "0.0.0.0"
+
+
+def test_an_option_wins_over_a_variable_and_a_variable_over_the_default():
+    environment = {"DDTREE_BUDGET": "7", "DDTREE_PORT": "9000", "DDTREE_ARGS": "--seed 1 --x 'a b'"}
+    command = words(["--budget=15", "--max_num_seqs", "2"], environment)
+    assert "--budget=15" in command
+    assert "--budget" not in command
+    assert value(command, "--port") == "9000"
+    assert command.count("--max_num_seqs") + command.count("--max-num-seqs") == 1
+    assert command[-7:] == ["--seed", "1", "--x", "a b", "--budget=15", "--max_num_seqs", "2"]
+
+
+def test_a_named_model_brings_its_own_drafter_and_no_option_of_the_demo_pair():
+    command = words([], {"DDTREE_MODEL": "/m", "DDTREE_DRAFTER": "/d"})
+    assert command[2] == "/m"
+    assert value(command, "--drafter") == "/d"
+    assert not {"--dtype", "--served-model-name", "--max-model-len"} & {*command}
+    command = words(["/n", "--drafter", "/e"], {"DDTREE_MODEL": "/m", "DDTREE_DRAFTER": "/d"})
+    assert command[2] == "/n"
+    assert [w for w in command if w == "--drafter"] == ["--drafter"]
+    assert value(command, "--drafter") == "/e"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [(["--no-speculation"], {}), ([], {"DDTREE_SPECULATION": "off", "DDTREE_BUDGET": "7"})],
+)
+def test_speculation_off_leaves_no_option_of_trees(arguments, environment):
+    command = words(arguments, environment)
+    assert command.count("--no-speculation") == 1
+    assert not {"--drafter", "--budget"} & {*command}
+
+
+def test_a_static_tree_sets_its_own_budget():
+    assert "--budget" not in words([], {"DDTREE_POLICY": "static", "DDTREE_STATIC_TREE": "[[0]]"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "sentence"),
+    [
+        ([], {"DDTREE_BUGDET": "3"}, "did you mean DDTREE_BUDGET?"),
+        ([], {"DDTREE_MODEL": "/m"}, "the drafter is missing: set DDTREE_DRAFTER"),
+        (["/m"], {"DDTREE_DRAFTER": "/d"}, "the drafter is missing"),
+        ([], {"DDTREE_DRAFTER": "/d"}, "DDTREE_MODEL is not: name the drafter's target"),
+        ([], {"DDTREE_SPECULATION": "no"}, "is on or off, not 'no'"),
+        ([], {"DDTREE_ARGS": "--x 'a"}, "DDTREE_ARGS is not a list of words"),
+    ],
+)
+def test_what_cannot_be_served_is_a_sentence(arguments, environment, sentence):
+    with pytest.raises(ContainerError, match=sentence.replace("?", r"\?")):
+        words(arguments, environment)
+
+
+def test_an_image_without_a_demo_pair_asks_for_a_model(tmp_path):
+    with pytest.raises(ContainerError, match="DDTREE_MODEL is missing"):
+        words([], demo=tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "rest"),
+    [
+        ([], "serve", []),
+        (["--budget", "3"], "serve", ["--budget", "3"]),
+        (["serve", "/m"], "serve", ["/m"]),
+        (["ddtree-vllm", "serve", "/m", "--x"], "serve", ["/m", "--x"]),
+        (["doctor", "--json"], "run", ["ddtree-vllm", "doctor", "--json"]),
+        (["--version"], "run", ["ddtree-vllm", "--version"]),
+        (["ddtree-health", "--json"], "run", ["ddtree-health", "--json"]),
+        (["--help"], "help", []),
+        (["serve", "--help"], "help", []),
+    ],
+)
+def test_the_first_word_says_what_is_run(call, kind, rest):
+    assert main.classify(call) == (kind, rest)
+
+
+def test_a_word_that_is_no_command_is_refused(capsys):
+    assert main.main(["Qwen/Qwen3.6-27B"]) == 2
+    assert "'Qwen/Qwen3.6-27B' is no command of this image" in capsys.readouterr().err
+
+
+def test_help_names_every_variable(capsys):
+    assert main.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert [name for name in (*settings.OPTIONS, *settings.OTHERS) if name not in said] == []
+
+
+# ---- checks
+
+
+def test_folders_are_made_and_a_temporary_folder_is_found(tmp_path):
+    environment = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}
+    assert checks.prepare_folders(environment) == ""
+    assert (tmp_path / "home/.cache/torchinductor").is_dir()
+    assert environment["TMPDIR"] == str(tmp_path / "tmp")
+
+
+@pytest.mark.parametrize("name", ["HOME", "XDG_CACHE_HOME", "TMPDIR"])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
+    environment = {"HOME": str(tmp_path), name: "/proc/nothing"}
+    with pytest.raises(ContainerError, match=f"{name}=/proc/nothing cannot be written by user"):
+        checks.prepare_folders(environment)
+
+
+def test_small_shared_memory_is_refused_for_more_than_one_rank():
+    # A file system without any size.
+    with pytest.raises(ContainerError, match="tensor parallelism needs 1024: --shm-size"):
+        checks.check_shm(2, "/proc")
+    checks.check_shm(1, "/proc")
+
+
+# A driver that answers as it is told, for a machine without one.
+STUB_CUDA = """
+int cuInit(unsigned flags) { return INIT; }
+int cuDeviceGetCount(int *count) { *count = COUNT; return 0; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("init", "count", "sentence"),
+    [
+        (0, 2, ""),
+        (0, 0, "error 100): no GPU is in the container"),
+        (100, 0, "error 100): no GPU is in the container"),
+        (802, 0, "error 802): the NVSwitch fabric is not up: nvidia-fabricmanager"),
+        (803, 0, "error 803): the driver's library and its kernel module differ"),
+        (12345, 0, "error 12345): look at nvidia-smi"),
+    ],
+)
+def test_cuda_is_tried_before_weights_with_a_mock_driver(tmp_path, init, count, sentence):
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler for the stand-in of libcuda")
+    source = tmp_path / "cuda.c"
+    source.write_text(STUB_CUDA)
+    library = tmp_path / "libcuda.so.1"
+    flags = ["-shared", "-fPIC", f"-DINIT={init}", f"-DCOUNT={count}"]
+    subprocess.run([compiler, *flags, source, "-o", library], check=True, timeout=60)
+    said = checks.probe_cuda(str(library))
+    assert sentence in said
+    assert bool(said) == bool(sentence)
+
+
+def test_without_a_driver_the_container_toolkit_is_named(monkeypatch):
+    assert "NVIDIA container toolkit" in checks.probe_cuda("libcuda-that-is-nowhere.so.1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f1c")
+    with pytest.raises(ContainerError, match="names a GPU by UUID"):
+        checks.check_cuda()
+
+
+# ---- PID 1
+
+SUPERVISOR = """
+import os, sys
+sys.path.insert(0, {lib!r})
+from ddtree_container.supervise import run
+sys.exit(run([sys.executable, "-c", {child!r}], os.environ, "draining"))
+"""
+
+
+class Supervised:
+    def __init__(self, child, **variables):
+        code = SUPERVISOR.format(lib=str(ROOT / "images/lib"), child=child)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **variables},
+        )
+
+    def line(self):
+        return self.process.stdout.readline().strip()
+
+    def end(self):
+        try:
+            _, errors = self.process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        return self.process.returncode, errors
+
+
+@pytest.mark.parametrize(
+    ("child", "code"),
+    [
+        ("import sys; sys.exit(3)", 3),
+        ("import os; os.kill(os.getpid(), 9)", 137),
+        ("pass", 1),
+    ],
+)
+def test_a_server_that_ends_by_itself_never_gives_exit_code_0(child, code):
+    ended, errors = Supervised(child).end()
+    assert ended == code
+    assert ("ended without being asked to" in errors) == (child == "pass")
+
+
+def test_a_stop_is_passed_on_and_waited_for():
+    child = (
+        "import signal, sys, time\n"
+        "def stop(*_):\n    time.sleep(1); print('drained', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\nprint('up', flush=True)\ntime.sleep(60)\n"
+    )
+    supervised = Supervised(child)
+    assert supervised.line() == "up"
+    began = time.monotonic()
+    supervised.process.send_signal(signal.SIGTERM)
+    assert supervised.line() == "drained"
+    code, errors = supervised.end()
+    assert code == 0
+    assert time.monotonic() - began >= 1
+    assert "SIGTERM: draining" in errors
+
+
+def test_other_signals_are_no_stop():
+    child = (
+        "import signal, time\n"
+        "signal.signal(signal.SIGHUP, lambda *_: print('hup', flush=True))\n"
+        "print('up', flush=True)\ntime.sleep(3)\n"
+    )
+    supervised = Supervised(child)
+    assert supervised.line() == "up"
+    supervised.process.send_signal(signal.SIGHUP)
+    assert supervised.line() == "hup"
+    assert supervised.end()[0] == 1
+
+
+def test_orphans_are_reaped():
+    """A grandchild whose parent has ended comes here, and leaves no zombie."""
+    child = (
+        "import os, subprocess, sys, time\n"
+        "subprocess.run(['sh', '-c', 'sleep 0.2 & echo $!'])\n"
+        "sys.stdout.flush()\ntime.sleep(3)\n"
+    )
+    supervised = Supervised(child)
+    orphan = int(supervised.line())
+    end = time.monotonic() + 10
+    while os.path.exists(f"/proc/{orphan}"):
+        state = Path(f"/proc/{orphan}/stat").read_text().rsplit(")", 1)[1].split()[:2]
+        assert time.monotonic() < end, f"process {orphan} is still there: {state}"
+        time.sleep(0.1)
+    assert supervised.process.poll() is None
+    supervised.process.send_signal(signal.SIGTERM)
+    assert supervised.end()[0] == 143
