@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from . import drafts, generates, gpu, live, state, unit, waiting
 from .errors import HealthError
-from .report import CHECKS, FAIL, PASS, UNHEALTHY, UNKNOWN, USAGE, Report, Result
+from .report import CHECKS, FAIL, HEALTHY, PASS, UNHEALTHY, UNKNOWN, USAGE, Report, Result
 from .server import STEPS, Answer, Sample, Server
 
 COMMANDS = ("check", "wait-ready", "wait-free")
@@ -182,13 +182,23 @@ def _run_wait_free(options: argparse.Namespace) -> int:
 
 
 def _run_check(options: argparse.Namespace) -> int:
-    report = _check(options)
+    report, kept = _check(options)
     print(report.as_json() if options.json else report.as_text())
     if options.textfile:
-        state.write(options.textfile, report.as_metrics())
+        kept = _keep(options.textfile, report.as_metrics()) and kept
     if report.hung and options.restart:
         restart(options.restart)
-    return report.exit_status
+    return max(report.exit_status, HEALTHY if kept else UNHEALTHY)
+
+
+def _keep(path: str, text: str) -> bool:
+    """Writes a file; a full disk is told, and hides no hang."""
+    try:
+        state.write(path, text)
+    except HealthError as error:
+        print(f"ddtree-health: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def restart(name: str) -> None:
@@ -202,7 +212,9 @@ def restart(name: str) -> None:
     unit.run_command(["systemctl", "kill", "--signal=SIGKILL", name])
 
 
-def _check(options: argparse.Namespace) -> Report:
+def _check(options: argparse.Namespace) -> tuple[Report, bool]:
+    """The report, and whether what the next run needs could be kept."""
+    kept = True
     wanted = options.checks
     server = Server(options.url, options.timeout, _api_key(options.api_key_file))
     found = unit.read(options.unit) if options.unit else None
@@ -218,11 +230,11 @@ def _check(options: argparse.Namespace) -> Report:
             results["live"].data["restarts"] = found.restarts
         if options.state:
             text = json.dumps({"incarnation": incarnation, **after}, indent=1)
-            state.write(options.state, text + "\n")
+            kept = _keep(options.state, text + "\n")
     if "gpu" in wanted:
         results["gpu"] = gpu.check(options.gpus, xid_window_s=options.xid_window)
     chosen = tuple(results[name] for name in CHECKS if name in results and name in wanted)
-    return Report(options.instance, chosen, time.time())
+    return Report(options.instance, chosen, time.time()), kept
 
 
 def _not_active(found: unit.Unit) -> list[Result]:

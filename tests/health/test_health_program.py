@@ -164,6 +164,18 @@ def test_metrics_for_the_textfile_collector(check, engine, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["state.json", "x.prom"]
 
 
+def test_metrics_that_cannot_be_kept_hide_no_hang(check, engine, tmp_path):
+    """A full disk, here a folder that is not there."""
+    nowhere = ("--textfile", str(tmp_path / "gone/x.prom"))
+    assert check(*nowhere)[0] == 1
+    engine.hung = True
+    engine.counters["running"] = 3
+    assert check(*nowhere, "--stall-after", "0")[0] == 2
+    engine.hung = False
+    # Without its clock a run judges by itself alone.
+    assert check("--state", str(tmp_path / "gone/state.json"))[0] == 1
+
+
 def test_a_damaged_state_file_begins_anew(check, tmp_path):
     (tmp_path / "state.json").write_text('{"incarnation"')
     assert check()[0] == 0
