@@ -54,6 +54,11 @@ def _parser() -> argparse.ArgumentParser:
         "check", help="compare with what was verified; reads what changed since"
     )
     checking.add_argument("--full", action="store_true", help="read every file")
+    checking.add_argument(
+        "--installed",
+        action="store_true",
+        help="accept what was fetched last, though another revision is configured by now",
+    )
     checking.add_argument("--json", action="store_true")
     checking.set_defaults(run=_check)
     removing = commands.add_parser("remove", help="remove a model and what is noted of it")
@@ -92,7 +97,7 @@ def _fetch(options: argparse.Namespace, config: Config) -> int:
 def _check(options: argparse.Namespace, config: Config) -> int:
     store = Store(config)
     began = time.monotonic()
-    states = [store.check(model, options.full) for model in config.models]
+    states = [store.check(model, options.full, options.installed) for model in config.models]
     seconds = time.monotonic() - began
     if options.json:
         print(

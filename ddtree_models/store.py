@@ -116,18 +116,19 @@ class Store:
 
     # ---- whether it holds
 
-    def check(self, model: Model, full: bool = False) -> State:
+    def check(self, model: Model, full: bool = False, installed: bool = False) -> State:
         """Compares a model with what was noted.
 
         Args:
             full: reads every file, not only those whose size or time has changed.
+            installed: accepts what was fetched last, whatever is configured now.
         """
         state = State(model.name)
         record = self.record(model)
         if record is None:
             state.missing = f"{model.name} was never fetched and verified on this host"
             return state
-        if dict(record.identity) != model.identity:
+        if not installed and dict(record.identity) != model.identity:
             state.missing = f"{model.name} was fetched as something else than {model.origin}"
             return state
         folder = self.folder(model)
@@ -145,7 +146,7 @@ class Store:
             for path in _weights(folder)
             if path not in record.files
         ]
-        if to_read and state.good:
+        if to_read and state.good and dict(record.identity) == model.identity:
             # The service looks as its own user and cannot write; root's next look notes it.
             with contextlib.suppress(OSError):
                 self.note(model, {path: noted.sha256 for path, noted in record.files.items()})

@@ -105,6 +105,14 @@ def test_another_revision_has_to_be_fetched(store, model, folder):
     assert state.missing == ("model was fetched as something else than owner/model at ffffffffffff")
 
 
+def test_what_is_installed_holds_while_another_revision_is_wanted(store, model, folder):
+    """Else no instance could be restarted while 55 GB come."""
+    newer = replace(model, revision="f" * 40)
+    assert store.check(newer, installed=True).good
+    flip(folder / WEIGHTS)
+    assert WEIGHTS in store.check(newer, installed=True).faults[0]
+
+
 def test_a_lost_note_means_that_everything_is_verified_again(
     store, model, folder, config, settings, hub
 ):

@@ -1,0 +1,1 @@
+../../gpu_topology/library/python_program.py

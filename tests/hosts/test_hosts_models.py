@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The role model_store on a real systemd host, from a real HTTP server in the host's network.
+
+The server speaks the file interface of Hugging Face (tests/models/hub_server.py); the engine that is
+guarded is the stand-in of test_hosts_service.py.
+"""
+
+import json
+import random
+import sys
+import time
+
+import pytest
+from lab_hosts import ROOT, changed
+
+pytestmark = pytest.mark.hosts
+
+NODE = 1
+PORT = 8765
+REVISION = "6a9e13bd6fc8f0983b9b99948120bc37f49c13e9"
+TOKEN = "hf_secret_of_the_test"
+WEIGHTS = "model-00001-of-00002.safetensors"
+STORE = "/srv/ddtree/models"
+UNIT = "ddtree-vllm@0.service"
+STUB = {
+    "vllm_service_venv": "/opt/stub",
+    "vllm_service_install": False,
+    "vllm_service_restart_delay": 1,
+    "vllm_service_drain_timeout": 5,
+    "vllm_service_free_timeout": 5,
+    "vllm_service_checkpoints": [],
+    "vllm_service_model": f"{STORE}/big",
+    "vllm_service_drafter": f"{STORE}/small",
+    "health_min_acceptance": 1.2,
+}
+
+
+class Hub:
+    """The server, in a process of the lab's network."""
+
+    def __init__(self, lab, folder):
+        self.lab, self.folder = lab, folder
+        self._process = None
+
+    def start(self, bytes_per_s=0):
+        self.stop()
+        (self.folder / "requests.json").write_text("[]")
+        self._process = self.lab.outside_in_background(
+            *(sys.executable, str(ROOT / "tests/models/hub_server.py"), str(self.folder)),
+            *(str(PORT), TOKEN, str(bytes_per_s)),
+        )
+        self.lab.outside(
+            "bash", "-c", f"for i in $(seq 100); do echo >/dev/tcp/10.78.0.1/{PORT} && exit; "
+            "sleep 0.1; done; exit 1",
+        )  # fmt: skip
+
+    def stop(self):
+        if self._process is not None:
+            self._process.terminate()
+            self._process.communicate(timeout=30)
+            self._process = None
+
+    def requests(self):
+        time.sleep(1.5)  # it writes them once a second
+        return json.loads((self.folder / "requests.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def hub(lab, tmp_path_factory, request):
+    folder = tmp_path_factory.mktemp("hub")
+    generator = random.Random(request.config.getoption("--seed") or 1)
+    for repo, size in (("owner/big", 3_000_000), ("owner/small", 20_000)):
+        root = folder / repo / REVISION
+        root.mkdir(parents=True)
+        (root / "config.json").write_text("{}\n")
+        (root / WEIGHTS).write_bytes(generator.randbytes(size))
+    served = Hub(lab, folder)
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def models(lab, hub):
+    """Plays site.yml for the models of the hub; takes everything away at the end."""
+    inventory = lab.inventory("cpu-demo", {"ddtree": [NODE]})
+    variables = {
+        **STUB,
+        "model_store_endpoint": f"http://10.78.0.1:{PORT}",
+        "model_store_reserve_mib": 1,
+        "model_store_report_every": 2,
+        "model_store_token": TOKEN,
+        "model_store_models": [
+            {"name": name, "repo": f"owner/{name}", "revision": REVISION}
+            for name in ("big", "small")
+        ],
+    }
+
+    def play(*arguments, playbook="site.yml", **more):
+        return lab.play(playbook, *arguments, inventory=inventory, **{**variables, **more})
+
+    yield play
+    done = play(playbook="playbooks/uninstall.yml")
+    assert done.returncode == 0, done.stdout
+
+
+def test_check_mode_tells_what_would_be_fetched_and_fetches_nothing(lab, hub, models):
+    hub.start()
+    done = models("--tags", "model_store", "--check")
+    assert done.returncode == 0, done.stdout
+    assert f"Would fetch into {STORE}: big, small." in done.stdout
+    assert lab.run(NODE, "ls /srv /etc/ddtree 2>/dev/null || true").strip() == "/srv:"
+    assert not hub.requests()
+
+
+def test_an_interrupted_fetch_is_resumed_and_tells_how_far_it_is(lab, hub, models):
+    hub.start(bytes_per_s=150_000)
+    done = models("--tags", "model_store", model_store_timeout=4)
+    assert done.returncode != 0
+    assert "run this again to wait for it" in done.stdout + done.stderr
+    assert "big: fetching 2 of 2 files from owner/big at 6a9e13bd6fc8" in done.stdout
+    # The host loses the process; nothing of the token is left by now.
+    lab.run(NODE, "systemctl kill --signal=KILL ddtree-models.service")
+    part = f"{STORE}/.big.partial/{WEIGHTS}.part"
+    kept = int(lab.run(NODE, f"stat -c %s {part}"))
+    assert 0 < kept < 3_000_000
+    assert lab.try_run(NODE, "ls /run/ddtree-models").returncode != 0
+    hub.start()
+    assert changed(models("--tags", "model_store")) > 0
+    ranges = [item["range"] for item in hub.requests() if "big" in item["path"] and item["range"]]
+    assert f"bytes={kept}-" in ranges
+    for name in ("big", "small"):
+        assert lab.run(NODE, f"cd {STORE}/{name} && sha256sum --check --quiet SHA256SUMS") == ""
+
+
+def test_models_are_roots_and_read_only(lab, models):
+    listed = lab.run(NODE, f"find {STORE} -printf '%u %m %y\\n' | sort -u").splitlines()
+    assert listed == ["root 444 f", "root 755 d"]
+
+
+def test_the_token_is_in_no_log_argument_or_file(lab, hub, models):
+    assert TOKEN in str(models.__closure__[-1].cell_contents) or True
+    search = f"grep -rl {TOKEN} /etc /run /srv /var/log /var/lib 2>/dev/null || true"
+    assert lab.run(NODE, search) == ""
+    assert TOKEN not in lab.run(NODE, "journalctl --no-pager -o export | strings || true")
+    unit = lab.run(NODE, "systemctl cat ddtree-models.service")
+    assert "LoadCredential=hf-token:/run/ddtree-models/hf-token" in unit
+    assert lab.run(NODE, "systemd-analyze verify ddtree-models.service 2>&1") == ""
+    sent = [item for item in hub.requests() if item["authorized"]]
+    assert sent
+    assert {item["host"] for item in sent} == {f"http://10.78.0.1:{PORT}"}
+
+
+def test_a_second_run_changes_nothing_and_asks_nobody(lab, hub, models):
+    assert changed(models()) > 0  # the engine
+    hub.start()
+    assert changed(models()) == 0
+    assert changed(models("--check", "--diff")) == 0
+    assert not hub.requests()
+    assert lab.run(NODE, f"systemctl is-active {UNIT}").strip() == "active"
+
+
+def test_a_full_look_reads_everything(lab, hub, models):
+    assert changed(models("--tags", "model_store", model_store_verify=True)) == 0
+    told = lab.run(NODE, "ddtree-models check --full")
+    assert "big: 2 files read" in told
+
+
+def test_corrupted_weights_keep_the_engine_down_and_are_named(lab, hub, models):
+    hub.stop()
+    weights = f"{STORE}/big/{WEIGHTS}"
+    lab.run(NODE, f"printf x | dd of={weights} bs=1 seek=1000 conv=notrunc status=none")
+    refused = lab.try_run(NODE, f"systemctl restart {UNIT}")
+    assert refused.returncode != 0
+    lab.run(NODE, f"systemctl stop {UNIT}")
+    journal = lab.journal(NODE, UNIT)
+    assert f"{weights} is corrupted: its SHA-256 is" in journal, journal
+    hub.start()
+    assert changed(models()) > 0
+    fetched = [item["path"] for item in hub.requests() if "resolve" in item["path"]]
+    assert fetched == [f"/owner/big/resolve/{REVISION}/{WEIGHTS}"]
+    assert lab.run(NODE, f"systemctl is-active {UNIT}").strip() == "active"
+    assert changed(models()) == 0
+
+
+def test_a_model_fetched_anew_restarts_the_engine(lab, hub, models):
+    before = lab.run(NODE, f"systemctl show --property=MainPID --value {UNIT}")
+    newer = "f" * 40
+    root = hub.folder / "owner/small" / newer
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "config.json").write_text('{"newer": true}\n')
+    (root / WEIGHTS).write_bytes((hub.folder / "owner/small" / REVISION / WEIGHTS).read_bytes())
+    hub.start()
+    wanted = [
+        {"name": "big", "repo": "owner/big", "revision": REVISION},
+        {"name": "small", "repo": "owner/small", "revision": newer},
+    ]
+    assert changed(models(model_store_models=wanted)) > 0
+    assert lab.run(NODE, f"cat {STORE}/small/config.json") == '{"newer": true}\n'
+    assert lab.run(NODE, f"systemctl show --property=MainPID --value {UNIT}") != before
+    assert changed(models(model_store_models=wanted)) == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (
+            {"model_store_models": [{"name": "a", "repo": "o/n", "revision": "main"}]},
+            "model a pins no revision",
+        ),
+        ({"model_store_token_file": "/root/token"}, "one of them has to be empty"),
+    ],
+)
+def test_bad_variables_are_refused_before_anything_changes(models, variables, words):
+    done = models("--tags", "model_store", **variables)
+    assert done.returncode != 0
+    assert words in done.stdout + done.stderr
+    assert "changed=0" in done.stdout
+
+
+def test_a_refusal_of_the_hub_is_shown(lab, hub, models):
+    hub.start()
+    lab.run(NODE, f"rm -rf {STORE}/small")
+    done = models("--tags", "model_store", model_store_token="wrong")
+    assert done.returncode != 0
+    assert "refuses owner/small with the token given (401)" in done.stdout + done.stderr
+    assert changed(models("--tags", "model_store")) > 0
+
+
+def test_uninstalling_leaves_nothing_of_the_store(lab, hub, models):
+    done = models(playbook="playbooks/uninstall.yml")
+    assert done.returncode == 0, done.stdout
+    left = lab.run(NODE, "find / -xdev -name '*ddtree*' -not -path '/opt/*' -not -path '/proc/*'")
+    assert left == ""
+    assert lab.run(NODE, "ls /srv") == ""
+    assert changed(models(playbook="playbooks/uninstall.yml")) == 0
