@@ -32,8 +32,10 @@ def register() -> None:
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         from ddtree_vllm.cpu.interpreter import quicken
+        from ddtree_vllm.cpu.message_queue import fit_message_queues
         from ddtree_vllm.cpu.sampling import use_torch_top_k_top_p
 
+        fit_message_queues()
         quicken()
         use_torch_top_k_top_p()
     for architecture, target in _TARGETS.items():

@@ -99,3 +99,26 @@ def test_runner_v1_is_refused(vllm_config, monkeypatch) -> None:
     monkeypatch.setattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False, raising=False)
     with pytest.raises(UnsupportedConfigurationError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
         check_supported(vllm_config)
+
+
+def test_without_a_gpu_the_queues_fit_into_a_containers_shared_memory():
+    """Two queues of ten chunks, in Docker's 64 MB of /dev/shm, and large messages still get through."""
+    from vllm.v1.executor import multiproc_executor
+
+    from ddtree_vllm.cpu.message_queue import fit_message_queues
+
+    before = multiproc_executor.MessageQueue
+    try:
+        fit_message_queues()
+        fit_message_queues()
+        queue_class = multiproc_executor.MessageQueue
+        small = queue_class(1, 1)
+        assert small.buffer.total_bytes_of_buffer < 22 << 20
+        assert queue_class(1, 1, max_chunk_bytes=1 << 20).buffer.max_chunk_bytes == 1 << 20
+        assert queue_class(1, 1, max_chunk_bytes=1 << 30).buffer.max_chunk_bytes == 2 << 20
+        reader = queue_class.create_from_handle(small.export_handle(), 0)
+        message = b"x" * (5 << 20)
+        small.enqueue(message, timeout=10)
+        assert reader.dequeue(timeout=10) == message
+    finally:
+        multiproc_executor.MessageQueue = before
