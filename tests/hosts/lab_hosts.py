@@ -112,6 +112,21 @@ class Lab:
     def wait_until_booted(self) -> None:
         self._lab("wait", str(self.count), timeout=120)
 
+    def reboot(self, *numbers: int, within: float = 120) -> None:
+        """Reboots hosts at the same time, and waits until they are up again."""
+        before = {number: self._boot(number) for number in numbers}
+        for number in numbers:
+            self.try_run(number, "systemctl reboot")
+        end = time.monotonic() + within
+        while any(self._boot(number) in (boot, "") for number, boot in before.items()):
+            assert time.monotonic() < end, f"not rebooted within {within} s: {numbers}"
+            time.sleep(0.1)
+        self.wait_until_booted()
+
+    def _boot(self, number: int) -> str:
+        """Identifies a host's boot; empty while it does not answer."""
+        return self.try_run(number, "cat /proc/sys/kernel/random/boot_id").stdout.strip()
+
     def outside(self, *command: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """A command of this machine in the lab's network, which is none of the hosts."""
         return self._bash("run", *command, timeout=timeout)
@@ -150,13 +165,21 @@ class Lab:
             timeout=timeout,
         )
 
-    def inventory(self, base: str, group_hosts: dict[str, Sequence[int]]) -> Path:
-        """A copy of inventories/<base> whose hosts are those of the lab, by group."""
+    def inventory(
+        self,
+        base: str,
+        group_hosts: dict[str, Sequence[int]],
+        host_vars: dict[int, dict[str, object]] | None = None,
+    ) -> Path:
+        """A copy of inventories/<base> whose hosts are those of the lab, by group.
+
+        Groups other than ddtree are children of it, as in inventories/example.
+        """
         folder = self.folder / f"inventory-{base}"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(ROOT / "inventories" / base, folder)
         options = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-        hosts = {
+        groups = {
             group: {
                 "hosts": {
                     f"node{number}": {
@@ -164,12 +187,14 @@ class Lab:
                         "ansible_user": "root",
                         "ansible_ssh_private_key_file": str(self.key),
                         "ansible_ssh_common_args": options,
+                        **(host_vars or {}).get(number, {}),
                     }
                     for number in numbers
                 }
             }
             for group, numbers in group_hosts.items()
         }
+        hosts = groups if "ddtree" in groups else {"ddtree": {"children": groups}}
         (folder / "hosts.yml").write_text(json.dumps(hosts, indent=1))
         return folder
 

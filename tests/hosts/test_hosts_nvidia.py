@@ -118,7 +118,7 @@ def test_cuda_that_fails_with_802_is_refused_although_nvidia_smi_is_fine(hosts, 
 
 
 def test_a_power_limit_out_of_range_is_refused(hosts):
-    hosts.refused(PAIRS, "from 150.00 to 600.00 W", nvidia_host_power_limit_w=650)
+    hosts.refused(PAIRS, "is 650, and the GPUs take 150.0 to 600.0 W", nvidia_host_power_limit_w=650)
 
 
 def test_check_mode_tells_of_each_drift_and_changes_nothing(hosts):

@@ -69,6 +69,11 @@ class Service:
     def core_pid(self) -> int:
         return int(self.run(f"pgrep -P {self.main_pid}"))
 
+    @property
+    def reloads(self) -> int:
+        """How often systemd has read its units anew since the boot."""
+        return int(self.run("journalctl -q -b -o cat _PID=1 | grep -c '^Reloading' || true"))
+
     def curl(self, *arguments: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
         """curl from outside the host."""
         return self.lab.outside(
@@ -110,11 +115,13 @@ def healthy_before(service):
     return service
 
 
-def test_a_second_run_changes_nothing(service):
-    pid = service.main_pid
+def test_a_second_run_changes_nothing_and_reloads_nothing(service):
+    pid, reloads = service.main_pid, service.reloads
     assert changed(service.play()) == 0
     assert changed(service.play("site.yml", "--check", "--diff")) == 0
     assert service.main_pid == pid
+    # A daemon-reload detaches GPUs from running containers.
+    assert service.reloads == reloads
 
 
 def test_the_service_is_reached_from_outside_the_host(service):
@@ -186,6 +193,42 @@ def test_a_hung_engine_is_restarted_by_health_within_its_limit(service):
     assert took > FAST["health_stall_after"] - FAST["health_generate_timeout"]
 
 
+def test_an_engine_that_takes_too_much_memory_is_killed_and_restarted(service):
+    try:
+        assert service.apply(vllm_service_memory_max="256M") > 0
+        pid = service.main_pid
+        body = json.dumps({"model": "demo", "prompt": "take memory", "max_tokens": 1})
+        service.curl("-d", body, "http://10.78.0.11:8000/v1/completions")
+        service.wait("the kernel's kill", 30, lambda: service.main_pid != pid)
+        service.wait_until_ready(other_than=pid)
+        assert "Failed with result 'oom-kill'" in service.lab.journal(NODE, UNIT)
+    finally:
+        service.apply()
+
+
+def test_a_full_disk_stops_no_engine_and_hides_no_hang(service):
+    pid = service.main_pid
+    full = "/var/lib/ddtree-health"
+    service.run(f"mount -t tmpfs -o size=4k,mode=777 full {full}; cat /dev/zero >{full}/f || true")
+    try:
+        service.lab.try_run(NODE, "systemctl start ddtree-health@0.service")
+        said = service.lab.journal(NODE, "ddtree-health@0.service")
+        assert "cannot be written: No space left on device" in said
+        assert service.main_pid == pid
+        service.run(f"kill -STOP {service.core_pid}")
+        service.wait("a restart", 60, lambda: service.main_pid not in (pid, 0))
+    finally:
+        service.run(f"umount {full}")
+    service.wait_until_ready(other_than=pid)
+    service.run("systemctl start ddtree-health@0.service")  # fails unless it is healthy
+
+
+def test_a_cache_of_another_user_is_given_back(service):
+    service.run("chown root:root /var/cache/ddtree-vllm/0")
+    assert changed(service.play("site.yml", "--tags", "plan,install")) == 1
+    assert service.run("stat -c %U /var/cache/ddtree-vllm/0") == "ddtree"
+
+
 @pytest.mark.slow
 def test_a_wholly_stopped_server_is_restarted(service):
     pid = service.main_pid
@@ -225,7 +268,12 @@ def test_a_request_in_flight_survives_a_stop(service):
         *("curl", "-sS", "--max-time", "60", "-H", "Content-Type: application/json"),
         *("-d", body, "http://10.78.0.11:8000/v1/completions"),
     )
-    time.sleep(1)
+    # Ours, not one of the health check's: that comes from the host itself.
+    service.wait(
+        "the request to arrive",
+        30,
+        lambda: service.run("ss -Htn state established sport = :8000 dst 10.78.0.1"),
+    )
     done = service.play("playbooks/stop.yml")
     assert done.returncode == 0, done.stdout
     output, _ = client.communicate(timeout=60)
@@ -396,6 +444,15 @@ def test_container_mode_pins_each_instance_by_uuid_and_drops_privileges(service)
         ({"vllm_service_engine_args": ["--port=1"]}, "sets --port, which the plan"),
         ({"vllm_service_engine_args": ["it's"]}, "must not hold a single quote"),
         ({"vllm_service_mode": "container"}, "Container mode needs vllm_service_image"),
+        (
+            {
+                "vllm_service_mode": "container",
+                "vllm_service_image": "any",
+                "vllm_service_shm_size": "64m",
+                "vllm_service_groups": [{"instance": "0", "gpus": [0, 1], "port": 8000}],
+            },
+            "vllm_service_shm_size of at least 1g",
+        ),
         ({"health_stall_after": 1}, "not below health_interval"),
         ({"vllm_service_mode": "podman"}, "value of vllm_service_mode must be one of"),
     ],
@@ -454,9 +511,7 @@ def test_the_role_makes_the_venv_and_removes_it(service, tmp_path):
 
 
 def test_a_reboot_brings_everything_back(service):
-    service.lab.try_run(NODE, "systemctl reboot")
-    time.sleep(1)
-    service.lab.wait_until_booted()
+    service.lab.reboot(NODE)
     service.wait_until_ready(within=60)
     assert service.show("ActiveState", "ddtree-health@0.timer") == "active"
     assert changed(service.play()) == 0
