@@ -59,6 +59,8 @@ def open_checkpoint(role: str, name: str) -> Checkpoint | None:
     Raises:
         ValueError: the folder, its config.json or its weights are missing or unreadable.
     """
+    if not name:
+        raise ValueError(f"the {role}'s name is empty; it must be a checkpoint folder")
     path = Path(name).expanduser()
     if not path.is_dir():
         if path.exists():
@@ -148,6 +150,15 @@ def block_size(drafter: Checkpoint) -> int:
     return value
 
 
+def check_target(target: Checkpoint) -> None:
+    """Raises ValueError when the target is a drafter."""
+    if DRAFTER_ARCHITECTURE in (target.config.get("architectures") or []):
+        raise ValueError(
+            f"{target.path} is a DFlash drafter, which generates nothing alone; MODEL is the target "
+            "that it was made for"
+        )
+
+
 def check_drafter(drafter: Checkpoint) -> None:
     """Raises ValueError unless this is a DFlash drafter, complete in itself."""
     architectures = drafter.config.get("architectures") or []
@@ -169,6 +180,22 @@ def check_drafter(drafter: Checkpoint) -> None:
             "the drafter's dflash_config.target_layer_ids is missing; it says which of the "
             "target's hidden states the drafter reads"
         )
+    _check_tensors(drafter)
+
+
+def _check_tensors(drafter: Checkpoint) -> None:
+    """Raises ValueError when weights are missing: vLLM would draft with whatever is in memory."""
+    reads_states = drafter.dflash_config.get(
+        "use_aux_hidden_state", drafter.config.get("use_aux_hidden_state", True)
+    )
+    expected = ["fc."] if reads_states else []
+    expected += [f"layers.{i}." for i in range(drafter.config.get("num_hidden_layers") or 0)]
+    found = [name.removeprefix("model.") for name in drafter.shapes]
+    for prefix in expected:
+        if not any(name.startswith(prefix) for name in found):
+            raise ValueError(
+                f"the drafter's weights are incomplete: {drafter.path} has no {prefix}*; fetch it again"
+            )
 
 
 def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:

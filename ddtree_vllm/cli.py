@@ -17,7 +17,14 @@ from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 from ddtree_vllm import SUPPORTED_VLLM, __version__, checkpoints, environment
-from ddtree_vllm.config import MAX_BUDGET, DDTreeConfig, Device, vllm_options
+from ddtree_vllm.config import (
+    MAX_BUDGET,
+    DDTreeConfig,
+    Device,
+    config_file_options,
+    vllm_options,
+    with_dashes,
+)
 
 SERVE_USAGE = """ddtree-vllm serve MODEL --drafter DRAFTER --budget N [options] [any vLLM option]
        ddtree-vllm serve MODEL --no-speculation [any vLLM option]"""
@@ -65,8 +72,13 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
 # ---- serve
 
 
+class _ServeParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadInputError(f"{message}; `ddtree-vllm serve --help` says more")
+
+
 def _serve_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _ServeParser(
         prog="ddtree-vllm serve",
         usage=SERVE_USAGE,
         description="Starts vLLM's OpenAI-compatible server with draft trees. MODEL comes first; "
@@ -103,18 +115,20 @@ def _serve(arguments: list[str], debug: bool) -> int:
     model, *rest = arguments
     if model.startswith("-"):
         raise BadInputError(f"MODEL comes first, before {model}: {SERVE_USAGE.splitlines()[0]}")
-    ours, given = parser.parse_known_args(rest)
+    # As vLLM's own options, these may be written with underscores.
+    ours, given = parser.parse_known_args([with_dashes(argument) for argument in rest])
     try:
         config = _tree_config(ours)
         device = _device()
         _check_checkpoints(model, ours.drafter, config)
+        in_file = config_file_options(given, device)
         options = vllm_options(ours.drafter, config, device, given)
     except ValueError as error:
         if debug:
             raise
         raise BadInputError(str(error)) from None
     variables = environment.engine_variables(device)
-    if device == "cpu" and not _sets_kv_cache_memory(given):
+    if device == "cpu" and not _sets_kv_cache_memory([*given, *in_file]):
         options += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
     print(_announcement(model, options, variables, config, device), flush=True)
     os.environ.update(variables)
@@ -149,8 +163,10 @@ def _tree_config(ours: argparse.Namespace) -> DDTreeConfig | None:
         values["top_k"] = _whole_number("--top-k", ours.top_k)
     if ours.budget is not None:
         values["budget"] = _whole_number("--budget", ours.budget)
-    elif isinstance(values.get("static_tree"), list):
-        values["budget"] = max(1, len(values["static_tree"]))
+    elif ours.static_tree is not None:
+        # What is no list is refused as a static tree, whatever the budget.
+        nodes = values["static_tree"]
+        values["budget"] = min(max(1, len(nodes)), MAX_BUDGET) if isinstance(nodes, list) else 1
     else:
         raise ValueError(f"--budget is missing: draft nodes per step, 1 to {MAX_BUDGET}")
     return DDTreeConfig.create(**values)
@@ -168,11 +184,11 @@ def _static_tree(text: str) -> Any:
         try:
             with open(text[1:], encoding="utf-8") as file:
                 text = file.read()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--static-tree: {error}") from None
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"--static-tree is not valid JSON ({error})") from None
 
 
@@ -195,6 +211,8 @@ def _device() -> Device:
 def _check_checkpoints(model: str, drafter: str | None, config: DDTreeConfig | None) -> None:
     """Raises ValueError when a local checkpoint is incomplete, or the two do not fit."""
     target = checkpoints.open_checkpoint("target", model)
+    if target is not None:
+        checkpoints.check_target(target)
     if drafter is None or config is None:
         return
     draft = checkpoints.open_checkpoint("drafter", drafter)
@@ -249,6 +267,10 @@ def _run_vllm(arguments: list[str], debug: bool) -> int:
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    class VllmParser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(f"{message}; `vllm serve --help` lists vLLM's options")
+
     from ddtree_vllm.engine.requirements import check_supported
 
     # As `vllm serve` would have it: child processes and log lines read it.
@@ -256,7 +278,7 @@ def _run_vllm(arguments: list[str], debug: bool) -> int:
     cli_env_setup()
     _load_plugin()
     command = ServeSubcommand()
-    parser = FlexibleArgumentParser(prog="vllm")
+    parser = VllmParser(prog="vllm")
     command.subparser_init(parser.add_subparsers(dest="subparser"))
     try:
         args = parser.parse_args(arguments)
@@ -264,7 +286,7 @@ def _run_vllm(arguments: list[str], debug: bool) -> int:
         configure_logging_from_args(args)
         command.validate(args)
         check_supported(AsyncEngineArgs.from_cli_args(args).create_engine_config())
-    except (ValueError, TypeError, OSError, NotImplementedError) as error:
+    except Exception as error:
         if debug:
             raise
         raise BadInputError(_one_sentence(error)) from None
@@ -303,7 +325,13 @@ def _one_sentence(error: BaseException) -> str:
         details = errors()
         if details:
             cause = details[0].get("ctx", {}).get("error")
-            return str(cause if cause is not None else details[0]["msg"]).strip()
+            if cause is not None:
+                return str(cause).strip()
+            name = ".".join(map(str, details[0]["loc"]))
+            message = details[0]["msg"]
+            if not message.startswith("Input should be "):
+                return f"{name}: {message}"
+            return f"{name} s{message.removeprefix('Input s')}, not {details[0]['input']!r}"
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 

@@ -32,6 +32,14 @@ WORKER = {
     "cpu": "ddtree_vllm.engine.worker.DDTreeCPUWorker",
 }
 
+# ddtree-vllm's own options, which vLLM does not have, and those it sets on vLLM's command line, which
+# counts more than a file does.
+_OPTIONS_NOT_IN_A_FILE = {
+    *("drafter", "budget", "policy", "static-tree", "top-k", "no-speculation"),
+    *("model", "worker-cls", "attention-backend", "additional-config"),
+    *("speculative-config", "spec-method", "spec-model", "spec-tokens"),
+}
+
 Device = Literal["cuda", "cpu"]
 Policy = Literal["ddtree", "chain", "static"]
 
@@ -192,6 +200,8 @@ def vllm_options(
     if device == "cuda":
         ours += _fixed(options, "--attention-backend", "CUSTOM")
     else:
+        # The CPU has one backend; vLLM would only log that it takes no other.
+        _fixed(options, "--attention-backend", "CPU_ATTN")
         if options.take_flag("--no-enforce-eager"):
             raise ValueError("--no-enforce-eager: on the CPU the engine runs in eager mode only")
         options.take_flag("--enforce-eager")
@@ -230,6 +240,52 @@ def vllm_options(
     return ours + options.rest
 
 
+def config_file_options(given: Sequence[str], device: Device) -> list[str]:
+    """Names, as --options, of what the file of vLLM's --config sets; none without one.
+
+    vLLM reads that file itself, after ddtree-vllm has decided, and the command line counts more.
+
+    Raises:
+        ValueError: the file cannot be read, or sets what belongs on the command line.
+    """
+    path = _config_file(given)
+    if path is None:
+        return []
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            settings = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"--config: {path} cannot be read: {' '.join(str(error).split())}"
+        ) from None
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
+        raise ValueError(f"--config: {path} must hold options by name, such as port: 8000")
+    names = {key: with_dashes(f"--{key}") for key in settings}
+    for key, name in names.items():
+        graphs = (name, settings[key]) in (("--enforce-eager", False), ("--no-enforce-eager", True))
+        if name.partition(".")[0][2:] in _OPTIONS_NOT_IN_A_FILE:
+            raise ValueError(
+                f"--config: {path} sets {key}, which belongs on the command line of ddtree-vllm"
+            )
+        if graphs and device == "cpu":
+            raise ValueError(f"--config: {path} sets {key}; on the CPU the engine is always eager")
+    return list(names.values())
+
+
+def _config_file(given: Sequence[str]) -> str | None:
+    for position, argument in enumerate(given):
+        if argument.startswith("--config="):
+            # vLLM would pass over it without a word.
+            raise ValueError(f"write --config {argument.partition('=')[2]}, with a space")
+        if argument == "--config":
+            if position + 1 == len(given):
+                raise ValueError("--config needs a value")
+            return given[position + 1]
+    return None
+
+
 def _fixed(options: _Options, name: str, value: str) -> list[str]:
     given = options.take(name)
     if given not in (None, value):
@@ -258,7 +314,7 @@ class _Options:
 
     def take_flag(self, name: str) -> bool:
         """Removes an option without a value; says whether it was there."""
-        kept = [arg for arg in self.rest if _dashes(arg) != name]
+        kept = [arg for arg in self.rest if _name(arg) != name]
         found = len(kept) < len(self.rest)
         self.rest = kept
         return found
@@ -270,7 +326,7 @@ class _Options:
         arguments = iter(self.rest)
         for arg in arguments:
             name, equals, text = arg.partition("=")
-            if _dashes(name) not in names:
+            if _name(name) not in names:
                 kept.append(arg)
                 continue
             following = text if equals else next(arguments, None)
@@ -291,9 +347,9 @@ class _Options:
                 raise ValueError(f"{name} is not valid JSON ({error}): {text}") from None
             if not isinstance(merged, dict):
                 raise ValueError(f"{name} must be a JSON object, not {text}")
-        for dotted in [arg for arg in self.rest if _dashes(arg).startswith(name + ".")]:
+        for dotted in [arg for arg in self.rest if _name(arg).startswith(name + ".")]:
             option = dotted.partition("=")[0]
-            value = self.take(_dashes(option))
+            value = self.take(_name(option))
             if value is None:
                 continue
             path = option.split(".")[1:]
@@ -302,15 +358,25 @@ class _Options:
             into = merged
             for key in path[:-1]:
                 into = into.setdefault(key, {})
+                if not isinstance(into, dict):
+                    raise ValueError(f"{option}: {key} is given a value of its own as well")
             into[path[-1]] = _scalar(value)
         return merged
 
 
-def _dashes(option: str) -> str:
-    """vLLM allows underscores in option names, up to the first dot."""
-    if not option.startswith("--"):
-        return option
-    name, dot, path = option.partition("=")[0].partition(".")
+def with_dashes(argument: str) -> str:
+    """The argument, its option's name spelt with dashes: vLLM allows underscores up to the first dot."""
+    if not argument.startswith("--"):
+        return argument
+    option, equals, value = argument.partition("=")
+    return _name(option) + equals + value
+
+
+def _name(argument: str) -> str:
+    """The name of an option, spelt with dashes and without its value."""
+    if not argument.startswith("--"):
+        return argument
+    name, dot, path = argument.partition("=")[0].partition(".")
     return name.replace("_", "-") + dot + path
 
 

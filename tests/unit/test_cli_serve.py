@@ -186,6 +186,26 @@ def test_names_on_hugging_face_are_left_to_vllm(started, monkeypatch):
         (["--policy", "static", "--static-tree", "[[0],[0]]"], "appears twice"),
         (["--policy", "static", "--static-tree", "[]"], "no nodes"),
         (["--policy", "static", "--static-tree", "@no-such-file"], "No such file"),
+        (["--policy", "static", "--static-tree", "5"], "static tree: "),
+        (["--policy", "static", "--static-tree", "null"], "needs a static tree"),
+        (
+            ["--policy", "static", "--static-tree", json.dumps([[i] for i in range(128)])],
+            "128 nodes are more than the limit, 127",
+        ),
+        (["--policy", "static", "--static-tree", "[" * 100_000], "is not valid JSON"),
+        (["--budget", "7", "--attention-backend", "FLASH_ATTN"], "needs CPU_ATTN"),
+        (
+            [
+                "--budget",
+                "7",
+                "--additional-config.ddtree",
+                "5",
+                "--additional-config.ddtree.top_k",
+                "4",
+            ],
+            "ddtree is given a value of its own as well",
+        ),
+        (["--budget"], "expected one argument"),
         (["--static-tree", "[[0]]"], "it belongs to 'static'"),
         (["--budget", "7", "--spec-tokens", "8"], "num_speculative_tokens is 8 there, but 7"),
         (["--budget", "7", "--no-speculation"], "leave out --drafter, --budget"),
@@ -203,6 +223,23 @@ def test_a_static_tree_deeper_than_the_drafters_block_is_refused(target, drafter
     )
     assert "is at depth 16" in sentence
     assert "drafts 15 positions" in sentence
+
+
+def test_a_static_tree_file_that_is_no_text_is_refused(target, drafter, capsys, tmp_path):
+    file = tmp_path / "tree.json"
+    file.write_bytes(b"\xff\xfe")
+    options = ["--policy", "static", "--static-tree", f"@{file}"]
+    assert "--static-tree: 'utf-8' codec" in refusal(capsys, target, "--drafter", drafter, *options)
+
+
+def test_own_options_may_have_underscores_as_vllms_do(target, drafter, started):
+    shape = ["--static_tree", "[[0]]", "--top_k=3"]
+    arguments = ["--drafter", f"{drafter}", "--policy", "static", *shape]
+    assert cli.main(["serve", str(target), *arguments]) == 0
+    assert cli.main(["serve", str(target), "--no_speculation"]) == 0
+    options = started[0]
+    entry = json.loads(options[options.index("--additional-config") + 1])["ddtree"]
+    assert (entry["static_tree"], entry["top_k"]) == ([[0]], 3)
 
 
 def test_the_model_comes_first(capsys):
@@ -290,10 +327,87 @@ def test_a_wrong_drafter_is_refused(target, drafter, capsys, change, sentence):
     assert sentence in refusal(capsys, target, "--drafter", drafter, "--budget", 31)
 
 
+@pytest.mark.parametrize(
+    ("kept", "missing"),
+    [
+        ({"fc__weight": (8, 16), "layers__0__norm__weight": (8,)}, "layers.1.*"),
+        ({"layers__0__norm__weight": (8,), "layers__1__norm__weight": (8,)}, "fc.*"),
+    ],
+)
+def test_a_drafter_that_lacks_tensors_is_refused(target, drafter, capsys, kept, missing):
+    (drafter / "config.json").write_text(json.dumps({**DRAFTER, "num_hidden_layers": 2}))
+    write_safetensors(drafter / "model.safetensors", **kept)
+    sentence = refusal(capsys, target, "--drafter", drafter, "--budget", 31)
+    assert f"the drafter's weights are incomplete: {drafter} has no {missing}; " in sentence
+
+
 def test_a_multimodal_targets_language_model_is_what_counts(tmp_path, drafter, started):
     config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": TARGET}
     target = write_checkpoint(tmp_path / "multimodal", config, w=(1,))
     assert cli.main(["serve", f"{target}", "--drafter", f"{drafter}", "--budget", "7"]) == 0
+
+
+def test_a_drafter_is_not_served_as_the_model(drafter, started, capsys):
+    sentence = refusal(capsys, drafter, "--no-speculation")
+    assert "is a DFlash drafter, which generates nothing alone" in sentence
+    assert started == []
+
+
+def test_an_empty_name_is_refused(target, capsys):
+    assert "the target's name is empty" in refusal(capsys, "", "--no-speculation")
+    assert "the drafter's name is empty" in refusal(capsys, target, "--drafter", "", "--budget", 7)
+
+
+# ---- vLLM's own file of options
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "options.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("budget: 5\n", "sets budget, which belongs on the command line"),
+        ("worker_cls: other.Worker\n", "sets worker_cls, which belongs on the command line"),
+        ("speculative-config:\n  method: ngram\n", "sets speculative-config, which belongs"),
+        ("additional-config.ddtree.budget: 5\n", "sets additional-config.ddtree.budget, which"),
+        ("enforce-eager: false\n", "on the CPU the engine is always eager"),
+        ("port: [\n", "cannot be read: while parsing"),
+        ("", "must hold options by name"),
+        ("- port\n", "must hold options by name"),
+    ],
+)
+def test_a_file_of_options_is_refused_where_it_would_not_count(
+    target, drafter, started, capsys, file, text, sentence
+):
+    file.write_text(text)
+    told = refusal(capsys, target, "--drafter", drafter, "--budget", 7, "--config", file)
+    assert f"--config: {file} " in told
+    assert sentence in told
+    assert started == []
+
+
+def test_a_file_of_options_that_does_not_exist_is_refused(target, capsys, file):
+    told = refusal(capsys, target, "--no-speculation", "--config", file)
+    assert "No such file" in told
+
+
+def test_a_file_of_options_after_an_equals_sign_is_refused_as_vllm_would_not_read_it(
+    target, capsys, file
+):
+    told = refusal(capsys, target, "--no-speculation", f"--config={file}")
+    assert told == f"ddtree-vllm: write --config {file}, with a space\n"
+
+
+def test_a_file_of_options_is_left_to_vllm_and_may_size_the_kv_cache(target, started, file):
+    file.write_text("max_model_len: 512\n")
+    cli.main(["serve", str(target), "--no-speculation", "--config", str(file)])
+    assert started[0][-4:] == ["--config", str(file), "--kv-cache-memory-bytes", str(1 << 30)]
+    file.write_text("kv_cache_memory_bytes: 5000000\n")
+    cli.main(["serve", str(target), "--no-speculation", "--config", str(file)])
+    assert started[1][-2:] == ["--config", str(file)]
 
 
 # ---- the environment
@@ -350,34 +464,19 @@ def test_version_and_help():
     assert run("no-such-command").returncode == 2
 
 
-def test_what_vllm_refuses_is_told_in_one_sentence_too(target):
-    done = run("serve", target, "--no-speculation", "--max-model-len", "-5")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert [line for line in done.stderr.splitlines() if line.startswith("ddtree-vllm: ")]
-
-
-def broken_plugin():
-    raise ImportError("cannot import name 'Nothing'\nfrom somewhere")
-
-
-class EntryPoint:
-    def load(self):
-        return broken_plugin
-
-
 @pytest.mark.parametrize(
-    ("found", "sentence"),
+    ("option", "sentence"),
     [
-        ([], "the plugin is not registered with vLLM"),
         (
-            [EntryPoint()],
-            "the plugin does not load, and vLLM would serve without it: ImportError: cannot import "
-            "name 'Nothing'; `ddtree-vllm doctor`",
+            "--gpu-memory-utilization=7",
+            "gpu_memory_utilization should be less than or equal to 1, not 7.0",
         ),
+        ("--no-such-option", "unrecognized arguments: --no-such-option; `vllm serve --help` "),
     ],
 )
-def test_a_plugin_that_vllm_would_lose_silently_is_refused(monkeypatch, found, sentence):
-    monkeypatch.setattr(cli, "entry_points", lambda **_: found)
-    with pytest.raises(cli.BadInputError, match=sentence.replace(".", r"\.")):
-        cli._load_plugin()
+def test_what_vllm_refuses_is_told_in_one_sentence_too(target, option, sentence):
+    done = run("serve", target, "--no-speculation", option)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert f"ddtree-vllm: {sentence}" in done.stderr
+    assert "usage:" not in done.stderr
