@@ -1,0 +1,1 @@
+../../gpu_topology/library/gpu_topology.py
