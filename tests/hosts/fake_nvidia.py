@@ -238,20 +238,8 @@ def _package(folder: Path, name: str, files: dict[str, Path]) -> Path:
 def _cuda(folder: Path, result: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"libcuda-{result}.so"
-    if not library.exists():
-        compiler = shutil.which("cc") or shutil.which("tcc")
-        assert compiler is not None
-        subprocess.run(
-            [
-                compiler,
-                "-shared",
-                "-nostdlib",
-                f"-DRESULT={result}",
-                "-o",
-                library,
-                HERE / "cuda.c",
-            ],
-            check=True,
-            timeout=60,
-        )
+    compiler = shutil.which("cc") or shutil.which("tcc")
+    assert compiler is not None
+    options = ["-shared", "-nostdlib", f"-DRESULT={result}"]
+    subprocess.run([compiler, *options, "-o", library, HERE / "cuda.c"], check=True, timeout=60)
     return library

@@ -375,6 +375,12 @@ def test_faults_that_the_health_checks_know_are_refused(host):
     assert found["gpus"] == "GPU 00000000:18:00.0: a row could not be remapped"
 
 
+def test_a_fabric_that_waits_for_its_manager_is_no_fault_of_a_gpu(host):
+    """The role nvidia_host is about to start it: the check of the fabric decides."""
+    sentence = "its NVLink fabric is In Progress, not Completed"
+    assert "gpus" not in sentences(host, faults=lambda text: {"00000000:18:00.0": [sentence]})
+
+
 # ---- commands
 
 
