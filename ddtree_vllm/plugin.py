@@ -20,7 +20,9 @@ _TARGETS = {
 
 
 def register() -> None:
-    """Register targets and attention backend. Safe to call any number of times in a process.
+    """Register targets and attention backend, have requests checked and trees counted.
+
+    Safe to call any number of times in a process.
 
     Raises:
         RuntimeError: the installed vLLM is not the one version this plugin was written for.
@@ -38,6 +40,11 @@ def register() -> None:
         fit_message_queues()
         quicken()
         use_torch_top_k_top_p()
+    from ddtree_vllm.engine.request_limits import refuse_what_does_not_fit
+    from ddtree_vllm.engine.tree_metrics import show_on_metrics_endpoint
+
+    refuse_what_does_not_fit()
+    show_on_metrics_endpoint()
     for architecture, target in _TARGETS.items():
         if not _is_registered(ModelRegistry, architecture, target):
             ModelRegistry.register_model(architecture, target)

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
@@ -10,6 +13,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from ddtree_vllm.engine.requirements import check_supported
 from ddtree_vllm.engine.speculator import DDTreeSpeculator
+from ddtree_vllm.engine.tree_metrics import FILE_VARIABLE, TreeCounters, counting
 
 
 class _TreeRunner:
@@ -19,6 +23,14 @@ class _TreeRunner:
         check_supported(vllm_config)
         if vllm_config.speculative_config is not None and self.is_last_pp_rank:  # type: ignore[attr-defined]
             self.speculator = DDTreeSpeculator(vllm_config, device)
+            self._counters = TreeCounters(os.environ.get(FILE_VARIABLE))
+            self._counters.begin(self.speculator.budget, self.speculator.depth)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if not isinstance(self.speculator, DDTreeSpeculator):
+            return output
+        return counting(output, self._counters, self.speculator.budget)
 
 
 class DDTreeModelRunner(_TreeRunner, GPUModelRunner):

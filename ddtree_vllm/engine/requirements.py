@@ -85,6 +85,8 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         yield "a KV connector, which reads the cache before the path is committed; remove it"
     if vllm_config.watermark_config is not None:
         yield "watermarking; remove its configuration"
+    if model.enable_sleep_mode:
+        yield "sleep mode, which has not been checked with trees; remove --enable-sleep-mode"
     if model.enable_trace_replay or model.return_sampling_mask:
         yield "trace replay or sampling masks; switch them off"
     if model.logits_processors:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
@@ -58,34 +59,40 @@ class TreeRejectionSampler(RejectionSampler):
             input_batch.expanded_local_pos,
             sampler.req_states.prefill_len.gpu,
         )
-        max_num_logprobs = sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
+        scores = sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         sampled, processed = self._sample_nodes(
-            logits, input_batch, input_ids, wants_logprobs=max_num_logprobs >= 0
+            logits, input_batch, input_ids, wants_logprobs=scores is not None
         )
-        # Fresh tensors: the host still copies them while the next step runs.
-        tokens = torch.empty(num_reqs, state.budget + 1, dtype=torch.int64, device=logits.device)
+        # Fresh tensors: the host still copies them while the next step runs. What the walk counts
+        # travels to the host in one more column, which no token ever reaches.
+        copied = torch.empty(num_reqs, state.budget + 2, dtype=torch.int64, device=logits.device)
+        tokens, tally = copied[:, :-1], copied[:, -1]
         num_sampled = torch.empty(num_reqs, dtype=torch.int32, device=logits.device)
         walk_trees(
             state.tree,
             input_batch.idx_mapping,
             input_batch.cu_num_logits,
             sampled,
-            WalkOutput(step.path[:num_reqs], step.path_len[:num_reqs], tokens, num_sampled),
+            WalkOutput(step.path[:num_reqs], step.path_len[:num_reqs], tokens, num_sampled, tally),
             is_tree=step.num_rows[:num_reqs],
             invalid_drafts=invalid_drafts,
         )
         logprobs = None
-        if max_num_logprobs >= 0:
-            # vLLM reads the emitted tokens' scores from the first rows of a request.
+        if scores is not None:
+            num_logprobs, num_token_ids = scores
             source = processed if self._scores_processed_logits else logits
+            # vLLM reads the emitted tokens' scores from the first rows of a request.
             rows = path_rows(step.path[:num_reqs], input_batch.cu_num_logits, logits.shape[0])
-            logprobs = self._get_logprobs_tensors(
-                tokens,
-                num_sampled,
+            several = logits.shape[0] != num_reqs
+            logprobs = compute_topk_scores(
                 source[rows],
-                input_batch.cu_num_logits,
-                input_batch.cu_num_logits_np,
-                max_num_logprobs,
+                num_logprobs,
+                sampled[rows],
+                input_batch.cu_num_logits_np.tolist() if several else None,
+                logprob_token_ids_state=sampler.logprob_token_ids_state,
+                expanded_idx_mapping=input_batch.expanded_idx_mapping,
+                max_per_req_token_ids=num_token_ids,
+                logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
             )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_sampled,
@@ -95,7 +102,7 @@ class TreeRejectionSampler(RejectionSampler):
             sampler.req_states.prefill_len.gpu,
         )
         return SamplerOutput(
-            sampled_token_ids=tokens,
+            sampled_token_ids=copied,
             logprobs_tensors=logprobs,
             num_nans=num_nans,
             num_sampled=num_sampled,

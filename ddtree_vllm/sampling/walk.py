@@ -31,14 +31,17 @@ class WalkOutput:
         path_len: int32 [B], rows on the path, the root included; 0: nothing to commit (a padded
             request, or not a tree).
         sampled_tokens: int64 [B, N+1], the accepted tokens, then the bonus token; then -1.
+            Rows may lie apart, as in a slice of a wider tensor.
         num_sampled: int32 [B], tokens of the above: `path_len` for a tree; 1 for a request that is
             not a tree and has a logits row; 0 for a padded request.
+        tally: int64 [B] of any stride, or None: what `read_tally` counts.
     """
 
     path: torch.Tensor
     path_len: torch.Tensor
     sampled_tokens: torch.Tensor
     num_sampled: torch.Tensor
+    tally: torch.Tensor | None = None
 
     @classmethod
     def allocate(cls, max_requests: int, budget: int, device: torch.device | str) -> "WalkOutput":
@@ -60,6 +63,7 @@ class WalkOutput:
 def _walk_kernel(
     tokens_ptr,  # int64 [S, N]
     parents_ptr,  # int32 [S, N+1]
+    ranks_ptr,  # int32 [S, N]
     num_nodes_ptr,  # int32 [S]
     slots_ptr,  # [R]
     cu_num_logits_ptr,  # [R+1]
@@ -69,7 +73,10 @@ def _walk_kernel(
     path_ptr,  # int32 [B, N+1]
     path_len_ptr,  # int32 [B]
     sampled_tokens_ptr,  # int64 [B, N+1]
+    sampled_tokens_stride,
     num_sampled_ptr,  # int32 [B]
+    tally_ptr,  # int64 [B] or None
+    tally_stride,
     num_requests,
     num_outputs,
     N: tl.constexpr,
@@ -119,9 +126,21 @@ def _walk_kernel(
     is_output = request < num_outputs
     out_at = request.to(tl.int64) * (N + 1) + lanes
     tl.store(path_ptr + out_at, tl.where(is_tree, path, -1), mask=is_output & (lanes <= N))
-    tl.store(sampled_tokens_ptr + out_at, sampled, mask=is_output & (lanes <= N))
+    tokens_at = request.to(tl.int64) * sampled_tokens_stride + lanes
+    tl.store(sampled_tokens_ptr + tokens_at, sampled, mask=is_output & (lanes <= N))
     tl.store(path_len_ptr + request, tl.where(is_tree, length, 0), mask=is_output)
     tl.store(num_sampled_ptr + request, length, mask=is_output)
+    if tally_ptr is not None:
+        # The path leaves the chain of first choices at its first node of another rank.
+        rank = tl.load(ranks_ptr + slot * N + path - 1, mask=is_tree & (path > 0), other=0)
+        left = tl.min(tl.where(rank != 0, lanes, BLOCK), axis=1, keep_dims=True)
+        wins = tl.maximum(length - left, 0)
+        tally = last_row.to(tl.int64) | ((length - 1).to(tl.int64) << 8) | (wins.to(tl.int64) << 16)
+        tl.store(
+            tally_ptr + request.to(tl.int64) * tally_stride,
+            tl.where(is_tree & (last_row > 0), tally, 0),
+            mask=is_output,
+        )
 
 
 def walk_trees(
@@ -183,6 +202,8 @@ def _launch(
         )
     if sampled.ndim != 1 or not sampled.is_contiguous():
         raise ValueError("sampled must be contiguous and one-dimensional.")
+    if output.sampled_tokens.stride(-1) != 1:
+        raise ValueError("the tokens of a request must lie side by side.")
     if num_outputs == 0:
         return
     if block_r is None:
@@ -190,6 +211,7 @@ def _launch(
     _walk_kernel[(triton.cdiv(num_outputs, block_r),)](
         tree.tokens,
         tree.parents,
+        tree.ranks,
         tree.num_nodes,
         slots,
         cu_num_logits,
@@ -199,7 +221,10 @@ def _launch(
         output.path,
         output.path_len,
         output.sampled_tokens,
+        output.sampled_tokens.stride(0),
         output.num_sampled,
+        output.tally,
+        0 if output.tally is None else output.tally.stride(0),
         num_requests,
         num_outputs,
         N=tree.budget,
@@ -208,6 +233,26 @@ def _launch(
         BLOCK=triton.next_power_of_2(tree.num_rows),
         num_warps=1,
     )
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What one walk counted: verified nodes, those accepted, and those of them that only a branch had.
+
+    `branch_wins` are the accepted nodes from the first one on that was not its parent's first choice:
+    the drafter's chain alone would have ended there.
+    """
+
+    verified: int
+    accepted: int
+    branch_wins: int
+
+
+def read_tally(value: int) -> Tally | None:
+    """Reads an entry of `WalkOutput.tally`; None where no draft node was verified."""
+    if value == 0:
+        return None
+    return Tally(value & 0xFF, (value >> 8) & 0xFF, (value >> 16) & 0xFF)
 
 
 def walk_reference(parents: list[int], tokens: list[int], sampled: list[int]) -> list[int]:

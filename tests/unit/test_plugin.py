@@ -76,6 +76,7 @@ def test_a_supported_configuration_is_accepted(vllm_config) -> None:
         ("cache_config", "cache_dtype", "fp8", "KV cache dtype 'fp8'"),
         ("cache_config", "mamba_cache_mode", "all", "mamba cache mode 'all'"),
         ("model_config", "logits_processors", ["some.Processor"], "custom logits processors"),
+        ("model_config", "enable_sleep_mode", True, "sleep mode"),
         ("model_config", "quantization", "awq", "quantization 'awq'"),
     ],
 )
