@@ -21,6 +21,9 @@ STUB = {
     "vllm_service_venv": "/opt/stub",
     "vllm_service_install": False,
     "vllm_service_host": "0.0.0.0",
+    # The hub is not reached, and the machine is smaller than the one that is played.
+    "model_store_models": [],
+    "preflight_memory_mib": 1024,
     "health_expect": " name",
     "health_interval": 5,
 }

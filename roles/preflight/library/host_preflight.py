@@ -199,18 +199,11 @@ ARGUMENTS = {
 
 
 def gpu_faults(text):
-    """Faults of each GPU by bus address, by the code that watches the GPUs later.
-
-    The state of the fabric is left out: driver.check_fabric says it together with its manager's.
-    """
+    """Faults of each GPU by bus address, by the code that watches the GPUs later."""
     try:
-        found = {bus: health_gpu.faults(values) for bus, values in health_gpu.parse(text).items()}
+        return {bus: health_gpu.faults(values) for bus, values in health_gpu.parse(text).items()}
     except HealthError:
         return {}
-    return {
-        bus: [sentence for sentence in sentences if "fabric is" not in sentence]
-        for bus, sentences in found.items()
-    }
 
 
 def main():
