@@ -2,7 +2,7 @@
 """Where models come from: a repository of Hugging Face, an HTTP mirror, a directory of the host.
 
 The hub is asked in its own HTTP interface instead of through `huggingface_hub`: the hosts have
-Python and nothing else, and that package no longer continues a file that a killed process left.
+Python and nothing else, and that package, at 2.4, does not continue a file that a killed process left.
 """
 
 from __future__ import annotations
