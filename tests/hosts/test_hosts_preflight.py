@@ -8,11 +8,12 @@ import json
 from pathlib import Path
 
 import pytest
-from lab_hosts import changed
+from lab_hosts import ROOT, changed
 
 pytestmark = pytest.mark.hosts
 
 NODES = (1, 2)
+TWO_3090 = ROOT / "tests/topology/fixtures/10-2x-rtx3090-nvlink-nv4.txt"
 STUB = {"vllm_service_venv": "/opt/stub", "vllm_service_install": False}
 # What a run could have left.
 SNAPSHOT = (
@@ -25,8 +26,7 @@ SNAPSHOT = (
 @pytest.fixture
 def preflight(lab, tmp_path):
     """Runs site.yml with the tag; returns what it did and the report."""
-    report = tmp_path / "reports/preflight.json"
-    report.parent.mkdir()
+    report = tmp_path / "reports/preflight.json"  # the folder is made
 
     def run(nodes=NODES, host_vars=None, **variables):
         inventory = lab.inventory("cpu-demo", {"ddtree": nodes}, host_vars)
@@ -115,3 +115,24 @@ def test_a_host_without_a_driver_is_refused_if_it_is_to_have_gpus(preflight):
     told = " ".join(report["hosts"]["node1"]["refused"])
     assert "there is no NVIDIA driver on this host" in told
     assert "nvidia-smi is not on this host" in told  # the planner, too
+
+
+def test_what_the_planner_refuses_and_leaves_out_is_in_the_report(preflight):
+    """A mixed pair, from a recorded matrix: there is no GPU here."""
+    mixed = [
+        {"name": "NVIDIA GeForce RTX 3090", "uuid": "GPU-a", "memory_mib": 24576},
+        {"name": "NVIDIA RTX A4000", "uuid": "GPU-b", "memory_mib": 16376},
+    ]
+    variables = {
+        "gpu_topology_cpu_only": False,
+        "gpu_topology_matrix": TWO_3090.read_text(),
+        "gpu_topology_gpus": mixed,
+    }
+    done, report = preflight((1,), gpu_topology_tensor_parallel=2, **variables)
+    assert done.returncode == 2
+    refused = {
+        item["sentence"] for item in report["hosts"]["node1"]["findings"]
+        if (item["check"], item["level"]) == ("topology", "refuse")
+    }  # fmt: skip
+    assert len(refused) == 1
+    assert "RTX A4000" in refused.pop()
