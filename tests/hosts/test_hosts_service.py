@@ -15,7 +15,7 @@ import zipfile
 import pytest
 from lab_hosts import ROOT, Lab, changed
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 
 NODE = 1
 FOUR_H100 = ROOT / "tests/topology/fixtures/13-4x-h100-sxm-nv6-4nic-comma-cpus.txt"
