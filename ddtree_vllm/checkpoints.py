@@ -159,6 +159,16 @@ def check_target(target: Checkpoint) -> None:
         )
 
 
+def check_tokenizer(target: Checkpoint) -> None:
+    """Raises ValueError without a tokenizer: vLLM would serve this family with an empty one."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+    if not any((target.path / name).exists() for name in names):
+        raise ValueError(
+            f"the target {target.path} has no tokenizer ({names[0]}); fetch it again, or name one with "
+            "--tokenizer"
+        )
+
+
 def check_drafter(drafter: Checkpoint) -> None:
     """Raises ValueError unless this is a DFlash drafter, complete in itself."""
     architectures = drafter.config.get("architectures") or []

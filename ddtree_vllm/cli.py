@@ -120,7 +120,7 @@ def _serve(arguments: list[str], debug: bool) -> int:
     try:
         config = _tree_config(ours)
         device = _device()
-        _check_checkpoints(model, ours.drafter, config)
+        _check_checkpoints(model, ours.drafter, config, own_tokenizer=_own_tokenizer(given))
         in_file = config_file_options(given, device)
         options = vllm_options(ours.drafter, config, device, given)
     except ValueError as error:
@@ -208,11 +208,21 @@ def _device() -> Device:
     return device
 
 
-def _check_checkpoints(model: str, drafter: str | None, config: DDTreeConfig | None) -> None:
+def _own_tokenizer(given: Sequence[str]) -> bool:
+    """Whether the tokenizer is MODEL's own, as far as the command line says."""
+    names = {option.partition("=")[0] for option in given}
+    return not names & {"--tokenizer", "--skip-tokenizer-init", "--config"}
+
+
+def _check_checkpoints(
+    model: str, drafter: str | None, config: DDTreeConfig | None, *, own_tokenizer: bool
+) -> None:
     """Raises ValueError when a local checkpoint is incomplete, or the two do not fit."""
     target = checkpoints.open_checkpoint("target", model)
     if target is not None:
         checkpoints.check_target(target)
+        if own_tokenizer:
+            checkpoints.check_tokenizer(target)
     if drafter is None or config is None:
         return
     draft = checkpoints.open_checkpoint("drafter", drafter)

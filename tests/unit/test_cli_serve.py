@@ -47,6 +47,7 @@ def write_safetensors(path, **shapes):
 def write_checkpoint(folder, config, **shapes):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
     write_safetensors(folder / "model.safetensors", **shapes)
     return folder
 
@@ -351,6 +352,14 @@ def test_a_drafter_is_not_served_as_the_model(drafter, started, capsys):
     sentence = refusal(capsys, drafter, "--no-speculation")
     assert "is a DFlash drafter, which generates nothing alone" in sentence
     assert started == []
+
+
+def test_a_target_without_a_tokenizer_is_refused_unless_another_is_named(target, started, capsys):
+    (target / "tokenizer.json").unlink()
+    assert "has no tokenizer (tokenizer.json)" in refusal(capsys, target, "--no-speculation")
+    assert started == []
+    for option in (["--tokenizer", "other"], ["--tokenizer=other"], ["--skip-tokenizer-init"]):
+        assert cli.main(["serve", str(target), "--no-speculation", *option]) == 0
 
 
 def test_an_empty_name_is_refused(target, capsys):
