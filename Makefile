@@ -5,6 +5,8 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 # What `make smoke` asks: servers of .venv, of the image, or one that runs already.
 SMOKE_TARGET ?= local
+# Which image `make image` builds: cpu or gpu.
+IMAGE ?= cpu
 
 .PHONY: help
 help: ## this list
@@ -40,13 +42,22 @@ wheels: setup ## the two wheels that a host's venv is made of, in build/wheels
 	@$(PY) -m pip wheel -qq --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheels . ./packaging/cpu
 	@ls build/wheels
 
+.PHONY: image
+image: ## build the image with docker, podman or buildah (IMAGE=cpu|gpu; images/build.sh names the variables)
+	@images/build.sh $(IMAGE)
+
+.PHONY: test-images
+test-images: setup ansible ## build the image, deploy it to real hosts with Docker (root; says which packages it needs)
+	@$(PY) -m pytest tests/images --hosts $(ARGS)
+
 .PHONY: lint
 lint: setup ansible ## ruff, mypy, yamllint, shellcheck, ansible-lint, the roles' READMEs
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 	@.venv/bin/yamllint --strict .
-	@git ls-files -z '*.sh' '.ci/run' | xargs -0 .venv/bin/shellcheck
+	@git ls-files -z '*.sh' '.ci/run' images/pip | xargs -0 .venv/bin/shellcheck
+	@.venv/bin/hadolint images/*/Containerfile
 	@PATH="$(CURDIR)/.venv-ansible/bin:$$PATH" ansible-lint -q
 	@$(PY) tools/role_readme.py --check roles/*
 
