@@ -152,7 +152,7 @@ class Lab:
         playbook: str,
         *arguments: str,
         inventory: Path,
-        timeout: float = 600,
+        timeout: float = 1200,
         **variables: object,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a playbook from inside the lab's network."""

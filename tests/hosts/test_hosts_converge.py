@@ -13,7 +13,7 @@ import fake_nvidia
 import pytest
 from lab_hosts import changed
 
-pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.timeout(1500)]
 
 DEMO, SWITCHED, PAIRS = 1, 2, 3
 NODES = (DEMO, SWITCHED, PAIRS)
