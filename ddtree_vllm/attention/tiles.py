@@ -72,9 +72,9 @@ def choose_suffix_tiles(max_query_len: int, group: int, head_dim: int, dtype: to
     tiles = choose_tiles(max_query_len, group, head_dim, dtype, max_query_len)
     if interpreting() or dtype == torch.float32:
         return tiles
-    # Wider tiles of 256-wide heads do not fit the registers of four warps.
-    suffix = min(32 if head_dim == 256 else 64, tiles.block_suffix)
-    return Tiles(min(64, tiles.block_m), tiles.block_n, suffix, num_warps=4, num_stages=1)
+    # More rows of 256-wide heads do not fit the registers of four warps.
+    block_m = min(32 if head_dim == 256 else 64, tiles.block_m)
+    return Tiles(block_m, tiles.block_n, min(64, tiles.block_suffix), num_warps=4, num_stages=1)
 
 
 def choose_num_splits(num_programs: int, max_keys: int, device: torch.device) -> int:

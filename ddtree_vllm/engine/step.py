@@ -31,6 +31,7 @@ class TreeStep:
         row_start: int32 ``[R]``, first row of the request among the step's tokens.
         num_rows: int32 ``[R]``, root plus draft nodes; 0 where the request brings no tree rows.
         stash_start: int32 ``[R]``, tree rows of the requests before it.
+        prefix_lens: int32 ``[R]``, tokens before the request's tree rows; 0 where it brings none.
         state_slots: int32 ``[G, R]``, physical block of the request's committed recurrent state.
         path: int32 ``[R, N + 1]``, local rows of the accepted path, root first, then -1.
         path_len: int32 ``[R]``, rows to commit; 0 commits nothing.
@@ -54,6 +55,7 @@ class TreeStep:
         self.row_start = full(max_num_reqs, value=0)
         self.num_rows = full(max_num_reqs, value=0)
         self.stash_start = full(max_num_reqs, value=0)
+        self.prefix_lens = full(max_num_reqs, value=0)
         self.state_slots = full(max(num_state_groups, 1), max_num_reqs, value=NO_SLOT)
         self.path = full(max_num_reqs, budget + 1, value=-1)
         self.path_len = full(max_num_reqs, value=0)
@@ -114,6 +116,7 @@ class TreeStep:
             self.row_start,
             self.num_rows,
             self.stash_start,
+            self.prefix_lens,
             self.state_slots,
             self.state_slots.stride(0),
             self.path,
@@ -182,6 +185,7 @@ def _plan_kernel(
     row_start_ptr,
     num_rows_ptr,
     stash_start_ptr,
+    prefix_lens_ptr,
     state_slots_ptr,  # [G, R]
     state_slots_stride,
     path_ptr,  # [R, PATH_WIDTH]
@@ -202,8 +206,8 @@ def _plan_kernel(
     end = tl.load(query_start_loc_ptr + req + 1)
     rows = tl.where(is_tree, end - start, 0)
 
+    seq_len = tl.load(seq_lens_ptr + req)
     if HAS_STATE:
-        seq_len = tl.load(seq_lens_ptr + req)
         column = 0
         if STATE_BLOCK > 0:
             column = tl.maximum((seq_len - 1) // STATE_BLOCK, 0)
@@ -218,6 +222,7 @@ def _plan_kernel(
         tl.store(slots_ptr + req, tl.where(is_tree, slot, -1))
         tl.store(row_start_ptr + req, start)
         tl.store(num_rows_ptr + req, rows)
+        tl.store(prefix_lens_ptr + req, tl.where(is_tree, tl.maximum(seq_len - rows, 0), 0))
         tl.store(path_len_ptr + req, tl.where(is_tree, 1, 0))
         others = tl.arange(0, BLOCK_REQS)
         before = (others < req) & (others < num_reqs)

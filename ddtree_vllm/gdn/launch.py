@@ -14,10 +14,6 @@ MAX_ROWS = 128
 """Rows of a tree request: a root and at most 127 nodes. Two tiles of 64."""
 ROW_TILE = 64
 
-# A launch with fewer programs than this leaves multiprocessors of an H100 or H200 (132) idle, so
-# the value dimension is split further.
-_FULL_DEVICE = 132
-
 
 def interpreting() -> bool:
     """Whether Triton's interpreter runs the kernels: a few large programs are then the fastest."""
@@ -70,23 +66,42 @@ class ValueSplit(NamedTuple):
 
     Attributes:
         block_v: value columns of a program.
+        block_k: key channels of a pass of its loop.
         heads: value heads of a program, stacked.
         num_warps: warps of a program.
     """
 
     block_v: int
+    block_k: int
     heads: int
     num_warps: int
 
 
-def value_split(num_reqs: int, num_v_heads: int, head_v_dim: int, tile_rows: int) -> ValueSplit:
-    """Split of the verify kernel for `num_reqs` requests of row tiles of `tile_rows`."""
+# Fastest of a sweep on an H200 (docs/benchmarks), 48 value heads of 128: by rows of the tile and
+# programs per value split, the first line whose programs are not fewer counts. Wide value slices
+# share the rows' own work among more columns; narrow ones leave registers and give more programs.
+_SPLITS = {
+    16: ((16 * 48, 128, 64), (4 * 48, 64, 64), (0, 32, 128)),
+    32: ((4 * 48, 128, 64), (0, 64, 64)),
+    64: ((0, 64, 32),),
+}
+
+
+def value_split(
+    num_reqs: int, num_v_heads: int, head_v_dim: int, head_k_dim: int, tiles: RowTiles
+) -> ValueSplit:
+    """Split of the verify kernel for `num_reqs` requests of these row tiles."""
     if interpreting():
-        return ValueSplit(head_v_dim, stacked_heads(num_v_heads, tile_rows), 4)
-    block_v = head_v_dim
-    while block_v > 32 and num_reqs * num_v_heads * (head_v_dim // block_v) < _FULL_DEVICE:
-        block_v //= 2
-    return ValueSplit(block_v, 1, 8 if block_v > 64 else 4)
+        return ValueSplit(head_v_dim, head_k_dim, stacked_heads(num_v_heads, tiles.rows), 4)
+    block_v, block_k = next(
+        (block_v, block_k)
+        for programs, block_v, block_k in _SPLITS[tiles.rows]
+        if num_reqs * num_v_heads >= programs
+    )
+    if head_k_dim < 128:
+        block_k = head_k_dim
+    # Two tiles keep twice the sums: eight warps hold them.
+    return ValueSplit(min(block_v, head_v_dim), block_k, 1, 8 if tiles.two else 4)
 
 
 def stacked_heads(num_v_heads: int, tile_rows: int) -> int:

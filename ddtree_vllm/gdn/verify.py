@@ -69,7 +69,7 @@ def verify_tree(
     num_k_heads = stash.k.shape[2]
     _check(qkv, a, b, state, out, num_k_heads)
     tiles = row_tiles(min(rows.max_num_rows, tree.ancestors.shape[1]))
-    split = value_split(rows.num_reqs, num_v_heads, head_v_dim, tiles.rows)
+    split = value_split(rows.num_reqs, num_v_heads, head_v_dim, head_k_dim, tiles)
     grid = (
         triton.cdiv(num_v_heads, split.heads) * (head_v_dim // split.block_v),
         rows.num_reqs,
@@ -109,6 +109,7 @@ def verify_tree(
         BLOCK_ROWS=tiles.rows,
         TWO_TILES=tiles.two,
         BLOCK_V=split.block_v,
+        BLOCK_K=split.block_k,
         HEADS=split.heads,
         LOG_GROUP=solve_group(tree.max_depth),
         PRECISION=precision or default_precision(),
@@ -149,70 +150,96 @@ def _check(
 
 
 @triton.jit
-def _load_rows(
+def _row_products(
     at,  # [n] pointers to the rows' q of their key head
     valid,  # [n]
-    HK: tl.constexpr,
-    K: tl.constexpr,
-    BF16: tl.constexpr,
-):
-    """q and k [n, K] as the convolution gave them, and the inverses of their norms [n].
-
-    The norms factor out of every product, and bfloat16 rows that stay raw multiply exactly.
-    """
-    at = at[:, None] + tl.arange(0, K)[None, :]
-    q = tl.load(at, mask=valid[:, None], other=0.0)
-    k = tl.load(at + HK * K, mask=valid[:, None], other=0.0)
-    q_wide = q.to(tl.float32)
-    k_wide = k.to(tl.float32)
-    q_unit = tl.rsqrt(tl.reduce(q_wide * q_wide, 1, sum_combine) + 1e-6)
-    k_unit = tl.rsqrt(tl.reduce(k_wide * k_wide, 1, sum_combine) + 1e-6)
-    if BF16:
-        return q, k, q_unit, k_unit
-    else:
-        return q_wide, k_wide, q_unit, k_unit
-
-
-@triton.jit
-def _state_products(
-    q,  # [n, K]
-    k,  # [n, K]
-    state,  # [BLOCK_V, K] pointers into the slot, at value head 0
+    other_at,  # [n] pointers to the k of the rows of an earlier tile, read if CROSS
+    other_valid,  # [n]
+    stash_to,  # [n] pointers to the rows' k in the stash
+    stash_mask,  # [n]
+    state,  # [BLOCK_V] pointers into the slot, at value head 0
     first_head,
     tile_head,  # [n] which of the HEADS a row belongs to
+    HK: tl.constexpr,
     HV: tl.constexpr,
+    K: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CROSS: tl.constexpr,
     PRECISION: tl.constexpr,
     BF16: tl.constexpr,
 ):
-    """S^T k and S^T q [n, BLOCK_V], each row with the state of its own head."""
-    for h in tl.static_range(HEADS):
-        s = tl.load(state + tl.minimum(first_head + h, HV - 1) * HEAD_SIZE).to(tl.float32)
-        s = tl.trans(s)
-        if BF16:
-            # Three bfloat16 terms hold a float32 to its last bit.
-            high = s.to(tl.bfloat16)
-            rest = s - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            ks_head = tl.dot(k, high, tl.dot(k, middle, tl.dot(k, low)))
-            qs_head = tl.dot(q, high, tl.dot(q, middle, tl.dot(q, low)))
-        else:
-            ks_head = tl.dot(k, s, input_precision=PRECISION)
-            qs_head = tl.dot(q, s, input_precision=PRECISION)
-        if HEADS == 1:
-            ks = ks_head
-            qs = qs_head
-        else:
-            here = (tile_head == h).to(tl.float32)[:, None]
-            if h == 0:
-                ks = ks_head * here
-                qs = qs_head * here
+    """Every sum over the key dimension, in one pass over it; leaves k in the stash.
+
+    Slices of the key dimension keep registers free: what stays are the sums. The norms factor out
+    of every product, and bfloat16 rows that stay raw multiply exactly.
+
+    Returns:
+        S^T k and S^T q [n, BLOCK_V], each row with the state of its own head; k k^T and q k^T
+        [n, n]; k and q times the other tile's k^T [n, n] if CROSS; the inverse norms of k and q
+        [n].
+    """
+    n: tl.constexpr = at.shape[0]
+    ks = tl.full([n, BLOCK_V], 0.0, tl.float32)
+    qs = ks
+    kk = tl.full([n, n], 0.0, tl.float32)
+    qk = kk
+    k_other = kk
+    q_other = kk
+    k_square = tl.full([n], 0.0, tl.float32)
+    q_square = k_square
+    for start in range(0, K, BLOCK_K):
+        channel = (start + tl.arange(0, BLOCK_K))[None, :]
+        q = tl.load(at[:, None] + channel, mask=valid[:, None], other=0.0)
+        k = tl.load(at[:, None] + (channel + HK * K), mask=valid[:, None], other=0.0)
+        tl.store(
+            stash_to[:, None] + channel,
+            k.to(stash_to.dtype.element_ty),
+            mask=stash_mask[:, None],
+        )
+        q_wide = q.to(tl.float32)
+        k_wide = k.to(tl.float32)
+        q_square += tl.reduce(q_wide * q_wide, 1, sum_combine)
+        k_square += tl.reduce(k_wide * k_wide, 1, sum_combine)
+        if not BF16:
+            q = q_wide
+            k = k_wide
+        k_t = tl.trans(k)
+        kk = tl.dot(k, k_t, kk, input_precision=PRECISION)
+        qk = tl.dot(q, k_t, qk, input_precision=PRECISION)
+        if CROSS:
+            other = tl.load(other_at[:, None] + channel, mask=other_valid[:, None], other=0.0)
+            if not BF16:
+                other = other.to(tl.float32)
+            other = tl.trans(other)
+            k_other = tl.dot(k, other, k_other, input_precision=PRECISION)
+            q_other = tl.dot(q, other, q_other, input_precision=PRECISION)
+        for h in tl.static_range(HEADS):
+            s_at = state + tl.minimum(first_head + h, HV - 1) * HEAD_SIZE
+            s = tl.trans(tl.load(s_at[:, None] + channel).to(tl.float32))
+            if HEADS > 1:
+                here = (tile_head == h)[:, None]
+                k_here = tl.where(here, k, 0.0)
+                q_here = tl.where(here, q, 0.0)
             else:
-                ks += ks_head * here
-                qs += qs_head * here
-    return ks, qs
+                k_here = k
+                q_here = q
+            if BF16:
+                # Three bfloat16 terms hold a float32 to its last bit.
+                high = s.to(tl.bfloat16)
+                rest = s - high.to(tl.float32)
+                middle = rest.to(tl.bfloat16)
+                low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+                ks = tl.dot(k_here, high, tl.dot(k_here, middle, tl.dot(k_here, low, ks)))
+                qs = tl.dot(q_here, high, tl.dot(q_here, middle, tl.dot(q_here, low, qs)))
+            else:
+                ks = tl.dot(k_here, s, ks, input_precision=PRECISION)
+                qs = tl.dot(q_here, s, qs, input_precision=PRECISION)
+    k_unit = tl.rsqrt(k_square + 1e-6)
+    q_unit = tl.rsqrt(q_square + 1e-6)
+    return ks, qs, kk, qk, k_other, q_other, k_unit, q_unit
 
 
 @triton.jit
@@ -272,6 +299,7 @@ def _verify_kernel(
     BLOCK_ROWS: tl.constexpr,
     TWO_TILES: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     HEADS: tl.constexpr,
     LOG_GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -305,16 +333,14 @@ def _verify_kernel(
     a_log = tl.load(a_log_ptr + head).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
 
-    k_channel = tl.arange(0, K)[None, :]
     v_channel = v_split * BLOCK_V + tl.arange(0, BLOCK_V)
-    state = state_ptr + (state_slot * state_stride + v_channel * K)[:, None] + k_channel
+    state = state_ptr + (state_slot * state_stride + v_channel * K)
     v_channel = v_channel[None, :]
     row_start = tl.load(row_start_ptr + req).to(tl.int64)
     stash_start = tl.load(stash_start_ptr + req).to(tl.int64)
     words = ancestors_ptr + slot * ancestors_stride
     depths = depths_ptr + slot * depths_stride
     writes_k = (v_split == 0) & (head % group == 0)
-    k_type = stash_k_ptr.dtype.element_ty
     out_type = out_ptr.dtype.element_ty
 
     # Tile 0: local rows 0 .. BLOCK_ROWS - 1.
@@ -323,9 +349,28 @@ def _verify_kernel(
     row0 = row_start + column
     stash0 = stash_start + column
     q0_at = qkv_ptr + (row0 * qkv_stride + k_head * K)
-    q0, k0, q_unit0, k_unit0 = _load_rows(q0_at, valid0, HK, K, BF16)
-    k0_to = stash_k_ptr + (stash0 * (HK * K) + k_head * K)[:, None] + k_channel
-    tl.store(k0_to, k0.to(k_type), mask=(valid0 & writes_k)[:, None])
+    k0_to = stash_k_ptr + (stash0 * (HK * K) + k_head * K)
+    ks, qs, kk, qk, _, _, k_unit0, q_unit0 = _row_products(
+        q0_at,
+        valid0,
+        q0_at,
+        valid0,
+        k0_to,
+        valid0 & writes_k,
+        state,
+        first_head,
+        tile_head,
+        HK,
+        HV,
+        K,
+        V * K,
+        HEADS,
+        BLOCK_V,
+        BLOCK_K,
+        False,
+        PRECISION,
+        BF16,
+    )
     seen00 = _ancestor_bits(words + column * WORDS, valid0, column, 0, BLOCK_ROWS, WORDS)
     if HEADS > 1:
         same_head = tile_head[:, None] == tile_head[None, :]
@@ -340,21 +385,16 @@ def _verify_kernel(
     gap00 = tl.where(seen00, decay0[:, None] - decay0[None, :], -float("inf"))
     ratio00 = tl.exp(gap00.to(tl.float32))
     growth0 = tl.exp(decay0.to(tl.float32))
-    ks0, qs0 = _state_products(
-        q0, k0, state, first_head, tile_head, HV, V * K, HEADS, PRECISION, BF16
-    )
     v_head = head * V
     v0_at = qkv_ptr + (row0 * qkv_stride + (2 * HK * K + v_head))[:, None] + v_channel
     v0 = tl.load(v0_at, mask=mask0, other=0.0).to(tl.float32)
-    kk = tl.dot(k0, tl.trans(k0), input_precision=PRECISION)
-    rhs = beta0[:, None] * (v0 - (growth0 * k_unit0)[:, None] * ks0)
+    rhs = beta0[:, None] * (v0 - (growth0 * k_unit0)[:, None] * ks)
     a = (beta0 * k_unit0)[:, None] * ratio00 * kk * k_unit0[None, :]
     u0 = solve_unit_lower(a, rhs, depth0, LOG_GROUP, PRECISION)
     # From here on u carries 1 / |k|, and k is raw wherever the two meet.
     u0 *= k_unit0[:, None]
-    qk = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-    mix = tl.dot(ratio00 * qk, u0, input_precision=PRECISION)
-    o = (scale * q_unit0)[:, None] * (growth0[:, None] * qs0 + mix)
+    mix = tl.dot(ratio00 * qk, u0, growth0[:, None] * qs, input_precision=PRECISION)
+    o = (scale * q_unit0)[:, None] * mix
     out0_at = out_ptr + (row0 * out_stride + v_head)[:, None] + v_channel
     tl.store(out0_at, o.to(out_type), mask=mask0)
     u0_to = stash_u_ptr + (stash0 * (HV * V) + v_head)[:, None] + v_channel
@@ -370,9 +410,28 @@ def _verify_kernel(
         row1 = row_start + local1
         stash1 = stash_start + local1
         q1_at = qkv_ptr + (row1 * qkv_stride + k_head * K)
-        q1, k1, q_unit1, k_unit1 = _load_rows(q1_at, valid1, HK, K, BF16)
-        k1_to = stash_k_ptr + (stash1 * (HK * K) + k_head * K)[:, None] + k_channel
-        tl.store(k1_to, k1.to(k_type), mask=(valid1 & writes_k)[:, None])
+        k1_to = stash_k_ptr + (stash1 * (HK * K) + k_head * K)
+        ks, qs, kk, qk, kk10, qk10, k_unit1, q_unit1 = _row_products(
+            q1_at,
+            valid1,
+            q0_at + HK * K,
+            valid0,
+            k1_to,
+            valid1 & writes_k,
+            state,
+            first_head,
+            tile_head,
+            HK,
+            HV,
+            K,
+            V * K,
+            HEADS,
+            BLOCK_V,
+            BLOCK_K,
+            True,
+            PRECISION,
+            BF16,
+        )
         words1 = words + local1 * WORDS
         seen10 = _ancestor_bits(words1, valid1, column, 0, BLOCK_ROWS, WORDS)
         seen11 = _ancestor_bits(words1, valid1, column, BLOCK_ROWS, BLOCK_ROWS, WORDS)
@@ -387,27 +446,20 @@ def _verify_kernel(
         decay1 = tl.reduce(tl.where(seen10, g0, 0.0), 1, sum_combine)
         decay1 += tl.reduce(tl.where(seen11, g1, 0.0), 1, sum_combine)
         growth1 = tl.exp(decay1.to(tl.float32))
-        ks1, qs1 = _state_products(
-            q1, k1, state, first_head, tile_head, HV, V * K, HEADS, PRECISION, BF16
-        )
         gap10 = tl.where(seen10, decay1[:, None] - decay0[None, :], -float("inf"))
         ratio10 = tl.exp(gap10.to(tl.float32))
-        kk = tl.dot(k1, tl.trans(k0), input_precision=PRECISION)
-        from0 = k_unit1[:, None] * tl.dot(ratio10 * kk, u0, input_precision=PRECISION)
-        qk = tl.dot(q1, tl.trans(k0), input_precision=PRECISION)
-        mix = tl.dot(ratio10 * qk, u0, input_precision=PRECISION)
+        from0 = k_unit1[:, None] * tl.dot(ratio10 * kk10, u0, input_precision=PRECISION)
+        mix = tl.dot(ratio10 * qk10, u0, growth1[:, None] * qs, input_precision=PRECISION)
         gap11 = tl.where(seen11, decay1[:, None] - decay1[None, :], -float("inf"))
         ratio11 = tl.exp(gap11.to(tl.float32))
         v1_at = qkv_ptr + (row1 * qkv_stride + (2 * HK * K + v_head))[:, None] + v_channel
         v1 = tl.load(v1_at, mask=mask1, other=0.0).to(tl.float32)
-        kk = tl.dot(k1, tl.trans(k1), input_precision=PRECISION)
-        rhs = beta1[:, None] * (v1 - (growth1 * k_unit1)[:, None] * ks1 - from0)
+        rhs = beta1[:, None] * (v1 - (growth1 * k_unit1)[:, None] * ks - from0)
         a = (beta1 * k_unit1)[:, None] * ratio11 * kk * k_unit1[None, :]
         u1 = solve_unit_lower(a, rhs, depth1, LOG_GROUP, PRECISION)
         u1 *= k_unit1[:, None]
-        qk = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        mix += tl.dot(ratio11 * qk, u1, input_precision=PRECISION)
-        o = (scale * q_unit1)[:, None] * (growth1[:, None] * qs1 + mix)
+        mix = tl.dot(ratio11 * qk, u1, mix, input_precision=PRECISION)
+        o = (scale * q_unit1)[:, None] * mix
         out1_at = out_ptr + (row1 * out_stride + v_head)[:, None] + v_channel
         tl.store(out1_at, o.to(out_type), mask=mask1)
         u1_to = stash_u_ptr + (stash1 * (HV * V) + v_head)[:, None] + v_channel

@@ -55,6 +55,7 @@ def test_tree_rows_are_told_from_prefill_rows_and_padding(block_size, device) ->
     assert step.slots[:6].tolist() == [5, 2, -1, 0, -1, -1]
     assert step.row_start[:4].tolist() == [0, 8, 9, 29]
     assert step.num_rows[:6].tolist() == [8, 1, 0, 3, 0, 0]
+    assert step.prefix_lens[:6].tolist() == [32, 32, 0, 13, 0, 0]
     # The stash holds tree rows only, end to end.
     assert step.stash_start[[0, 1, 3]].tolist() == [0, 8, 9]
     assert step.path_len[:6].tolist() == [1, 1, 0, 1, 0, 0]

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts a run's files together: one JSON with provenance and ratios, and the plots.
+
+    python benchmarks/report.py --steps FILE.json --kernels FILE.json --name 2026-11-29-h200 \
+        --provenance FILE.json
+
+Needs matplotlib (constraints/bench.txt). Missing figures stay out of `ratios`; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+# Tokens per step of the demo pair, greedy, 128 held-out prompts (docs/demo-pair.md): what turns a
+# step's time into tokens per second, for chains and trees alike.
+ACCEPTANCE = {
+    "ar": 1.0,
+    "vllm-chain15": 3.20,
+    "chain15": 3.20,
+    "tree15": 3.95,
+    "tree31": 4.29,
+    "tree63": 4.58,
+    "tree127": 4.81,
+}
+MEMORY_UTILISATION = 0.92
+# Kernels of a step by what they do; the first pattern that a name holds decides.
+CATEGORIES = (
+    ("matrix products", ("nvjet", "gemm", "splitKreduce", "cutlass_80", "ll_bf16")),
+    ("attention", ("flash", "tree_attention", "merge_splits", "reshape_and_cache")),
+    ("Gated DeltaNet", ("_verify_kernel", "fused_sigmoid_gating", "fused_gdn", "conv", "_commit")),
+    ("sampling, drafting, trees", ("gumbel", "candidates", "best_first", "walk", "linearise",
+                                   "compact", "top_k", "argmax", "sampl", "reject", "_plan")),
+    ("norms, gates, copies", ("",)),
+)  # fmt: skip
+
+
+def ratios(steps: dict[str, Any], kernels: dict[str, Any]) -> dict[str, float]:
+    """The figures that are held to a target, as far as they were measured."""
+
+    def step(name: str, batch: int) -> float:
+        return steps[name]["cells"][f"1000:{batch}"]["median_ms"]
+
+    wanted = {
+        "step_tree63_over_chain15_b1": lambda: step("tree63", 1) / step("vllm-chain15", 1),
+        "step_tree63_over_chain15_b4": lambda: step("tree63", 4) / step("vllm-chain15", 4),
+        "step_tree15_over_chain15_b16": lambda: step("tree15", 16) / step("vllm-chain15", 16),
+        "chain_policy_over_vllm_chain_b1": lambda: step("chain15", 1) / step("vllm-chain15", 1),
+        "chain_policy_over_vllm_chain_b16": lambda: step("chain15", 16) / step("vllm-chain15", 16),
+        "capacity_over_vllm_chain": lambda: (
+            capacity(steps, "tree63") / capacity(steps, "vllm-chain15")
+        ),
+        "overhead_ms_b16_n31": lambda: kernels["tree"]["b16_n31"]["overhead_ms"],
+        "gdn_commit_over_copy_b16": lambda: kernels["commit"]["b16"]["over_copy"],
+        "gdn_verify64_over_per_row_b4": lambda: (
+            kernels["gdn"]["b4_rows64"]["verify"] / kernels["gdn"]["b4_rows64"]["vllm_per_row"]
+        ),
+        "attention64_32k_over_fa3_b4": lambda: (
+            kernels["attention"]["b4_rows64_context32768"]["prefix_and_suffix"]
+            / kernels["attention"]["b4_rows64_context32768"]["fa3_causal"]
+        ),
+    }
+    found = {}
+    for key, value in wanted.items():
+        try:
+            found[key] = round(value(), 4)
+        except KeyError as missing:
+            print(f"{key}: not measured ({missing})")
+    return found
+
+
+def capacity(steps: dict[str, Any], name: str) -> float:
+    """Requests of 8,192 tokens whose caches fit beside the weights of the whole model.
+
+    Bytes a request: vLLM's own count. Memory left for caches: the GPU's at 0.92, less the weights
+    (55.6 GB and the drafter's 3.46 GB), less what this process holds beside weights and cache.
+    """
+    ready, cache = steps[name]["ready"], steps[name]["capacity"]
+    shared = 4 * 0.8e9 + 2 * 248320 * 5120 * 2 + 3.46e9  # weights of a contestant: 4 layers' worth
+    beside = max(0.0, ready["reserved_bytes"] - cache["cache_bytes"] - shared)
+    left = MEMORY_UTILISATION * 139.8 * GIB - 55.6e9 - 3.46e9 - beside
+    return left / (cache["cache_bytes"] / cache["concurrency"])
+
+
+def categories(kernels: list[list[Any]]) -> dict[str, float]:
+    """Milliseconds of a step by category."""
+    sums = {name: 0.0 for name, _ in CATEGORIES}
+    for kernel, micros, _ in kernels:
+        name = next(n for n, patterns in CATEGORIES if any(p in kernel for p in patterns))
+        sums[name] += micros / 1e3
+    return sums
+
+
+def tokens_per_second(steps: dict[str, Any]) -> dict[str, dict[str, float]]:
+    table: dict[str, dict[str, float]] = {}
+    for name, result in steps.items():
+        for cell, figures in result["cells"].items():
+            if "median_ms" in figures:
+                batch = int(cell.split(":")[1])
+                rate = 1e3 * batch * ACCEPTANCE[name] / figures["median_ms"]
+                table.setdefault(cell, {})[name] = round(rate, 1)
+    return table
+
+
+def plots(steps: dict[str, Any], kernels: dict[str, Any], stem: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    rates = tokens_per_second(steps)
+    for name, result in steps.items():
+        cells = [
+            (int(cell.split(":")[1]), figures["median_ms"], rates[cell][name])
+            for cell, figures in result["cells"].items()
+            if cell.startswith("1000:") and "median_ms" in figures
+        ]
+        batches, times, tokens = zip(*cells, strict=True)
+        left.plot(batches, times, marker="o", label=name)
+        right.plot(batches, tokens, marker="o", label=name)
+    for axes, title in ((left, "milliseconds a step"), (right, "tokens per second")):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("batch")
+        axes.set_title(f"{title}, context 1,000")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(stem.with_name(stem.name + "-steps.png"), dpi=110)
+
+    bars = [
+        (f"{name}\nbatch {cell.split(':')[1]}", categories(profile["kernels"]))
+        for name, result in steps.items()
+        for cell, profile in result["profiles"].items()
+        if "kernels" in profile
+    ]
+    if bars:
+        figure, axes = plt.subplots(figsize=(11, 4.2))
+        bottoms = [0.0] * len(bars)
+        for category, _ in CATEGORIES:
+            heights = [sums[category] for _, sums in bars]
+            axes.bar([label for label, _ in bars], heights, bottom=bottoms, label=category)
+            bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
+        axes.set_ylabel("kernel milliseconds a step")
+        axes.legend()
+        figure.tight_layout()
+        figure.savefig(stem.with_name(stem.name + "-profile.png"), dpi=110)
+
+    figure, axes = plt.subplots(figsize=(9, 4.2))
+    labels = list(kernels["gdn"])
+    places = range(len(labels))
+    for shift, key in ((-0.2, "verify"), (0.2, "vllm_per_row")):
+        axes.bar(
+            [p + shift for p in places], [kernels["gdn"][n][key] for n in labels], 0.4, label=key
+        )
+    axes.set_xticks(list(places), [n.replace("_", "\n") for n in labels])
+    axes.set_ylabel("microseconds a layer")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(stem.with_name(stem.name + "-gdn.png"), dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=Path, required=True)
+    parser.add_argument("--kernels", type=Path, required=True)
+    parser.add_argument("--provenance", type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--directory", type=Path, default=Path("docs/benchmarks"))
+    args = parser.parse_args()
+    steps, kernels = json.loads(args.steps.read_text()), json.loads(args.kernels.read_text())
+    for result in steps.values():
+        for profile in result["profiles"].values():
+            if "kernels" in profile:
+                profile["categories_ms"] = categories(profile["kernels"])
+                profile["kernels"] = [row for row in profile["kernels"] if row[1] >= 20]
+    report = {
+        **json.loads(args.provenance.read_text()),
+        "ratios": ratios(steps, kernels),
+        "tokens_per_second": tokens_per_second(steps),
+        "acceptance": ACCEPTANCE,
+        "capacity_8192": {
+            name: round(capacity(steps, name), 1)
+            for name, result in steps.items()
+            if "capacity" in result
+        },
+        "steps": steps,
+        "kernels": kernels,
+    }
+    stem = args.directory / args.name
+    stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    plots(steps, kernels, stem)
+    print(
+        json.dumps(
+            {key: report[key] for key in ("ratios", "tokens_per_second", "capacity_8192")}, indent=1
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
