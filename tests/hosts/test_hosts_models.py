@@ -13,7 +13,7 @@ import time
 import pytest
 from lab_hosts import ROOT, changed
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 
 NODE = 1
 PORT = 8765

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from lab_hosts import ROOT, changed
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 
 NODES = (1, 2)
 TWO_3090 = ROOT / "tests/topology/fixtures/10-2x-rtx3090-nvlink-nv4.txt"

@@ -14,7 +14,7 @@ import pytest
 from lab_hosts import changed
 from package_repository import PackageRepository
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 
 NODE = 1
 PORT = 8790
