@@ -15,6 +15,8 @@ sys.path.insert(0, str(ROOT / "tests/hosts"))
 
 import lab_hosts  # noqa: E402
 
+from ddtree_vllm import __version__  # noqa: E402
+
 BASE = "localhost/ddtree-test-base:12"
 TOOLS = ("buildah", "mmdebstrap")
 BUILD_TIMEOUT_S = 1800
@@ -126,6 +128,15 @@ def lab():
         yield hosts
     finally:
         hosts.down()
+
+
+@pytest.fixture(scope="session")
+def loaded(lab, archive):
+    """The lab, once node1's Docker has the image; loaded from this machine's disk, not over ssh."""
+    lab.put(1, archive)
+    lab.run(1, f"docker load --quiet --input /root/{archive.name} && rm /root/{archive.name}", 1200)
+    lab.run(1, f"docker tag ddtree-vllm:{__version__}-cpu ddtree-vllm:cpu")
+    return lab
 
 
 @pytest.hookimpl(wrapper=True)

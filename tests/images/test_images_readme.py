@@ -11,8 +11,6 @@ import pytest
 from conftest import ROOT
 from lab_hosts import changed
 
-from ddtree_vllm import __version__
-
 pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.timeout(2400)]
 
 READY_S = 900  # a minute on two idle cores; shared ones take longer
@@ -40,12 +38,9 @@ def wait_for_chat(ask):
     raise AssertionError(f"no answer within {READY_S} s: {done.stderr}")
 
 
-def test_docker_run(lab, archive):
+def test_docker_run(loaded):
+    lab = loaded
     assert DOCKER.startswith("make image")
-    name = f"ddtree-vllm:{__version__}-cpu"
-    lab.put(1, archive)
-    lab.run(1, f"docker load --quiet --input /root/{archive.name} && rm /root/{archive.name}", 900)
-    lab.run(1, f"docker tag {name} ddtree-vllm:cpu")
     command = second_line(DOCKER)
     lab.run(1, f"systemd-run --quiet --unit readme {command}")
     try:
@@ -62,7 +57,8 @@ def test_docker_run(lab, archive):
         lab.try_run(1, "systemctl reset-failed readme", 30)
 
 
-def test_ansible_playbook(lab, archive):
+def test_ansible_playbook(loaded, archive):
+    lab = loaded
     assert ANSIBLE.startswith("make image ansible ARCHIVE=build/images/cpu.tar\n")
     wanted = ROOT / "build/images/cpu.tar"
     if not wanted.exists():

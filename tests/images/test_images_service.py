@@ -2,6 +2,7 @@
 """The image as site.yml deploys it: container mode on a real systemd host with Docker, asked from another."""
 
 import json
+import shutil
 import time
 
 import pytest
@@ -32,9 +33,13 @@ class Deployment:
         self.inventory = lab.inventory("cpu-container", {"ddtree": [1]})
         self.variables = {**LIMITS, "vllm_service_image_archive": str(archive)}
 
-    def play(self, playbook="site.yml", **variables):
+    def play(self, playbook="site.yml", *arguments, **variables):
         return self.lab.play(
-            playbook, inventory=self.inventory, timeout=1800, **{**self.variables, **variables}
+            playbook,
+            *arguments,
+            inventory=self.inventory,
+            timeout=1800,
+            **{**self.variables, **variables},
         )
 
     def show(self, name):
@@ -69,7 +74,8 @@ class Deployment:
 
 
 @pytest.fixture(scope="module")
-def deployment(lab, archive):
+def deployment(loaded, archive):
+    lab = loaded
     lab.put(2, ROOT / "ddtree_vllm/smoke/remote.py", ROOT / "tests/images/streaming_client.py")
     made = Deployment(lab, archive)
     began = time.monotonic()
@@ -171,6 +177,28 @@ def test_a_hung_engine_is_killed_with_its_container(deployment):
     assert "hung: " in deployment.lab.journal(1, "ddtree-health@0.service")
     left = deployment.lab.run(1, "docker ps --all --quiet | wc -l").strip()
     assert left == "1"
+
+
+def test_an_archive_is_loaded_where_the_host_lacks_its_image(deployment, tmp_path):
+    """A small image: the archive goes over ssh."""
+    lab = deployment.lab
+    lab.run(1, "printf 'FROM scratch\\nCOPY hostname /\\n' >/root/Small", 30)
+    lab.run(
+        1,
+        "cd /etc && docker build -q -t small:1 -f /root/Small . && docker save -o /root/s.tar small:1",
+        120,
+    )
+    lab.run(1, "docker image rm small:1")
+    archive = tmp_path / "small.tar"
+    shutil.copy(lab.folder / "lab/hosts/node1/root/root/s.tar", archive)
+    small = {"vllm_service_image": "small:1", "vllm_service_image_archive": str(archive)}
+    done = deployment.play("site.yml", "--tags", "install", **small)
+    assert changed(done) > 0
+    assert lab.inspect("small:1")["RepoTags"] == ["small:1"]
+    other = {**small, "vllm_service_image": "large:1"}
+    done = deployment.play("site.yml", "--tags", "install", **other)
+    assert "does not hold large:1" in done.stdout
+    assert lab.run(1, "ls /var/tmp") == ""
 
 
 def test_an_image_that_is_nowhere_is_refused_in_a_sentence(deployment):
