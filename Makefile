@@ -42,6 +42,10 @@ wheels: setup ## the two wheels that a host's venv is made of, in build/wheels
 	@$(PY) -m pip wheel -qq --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheels . ./packaging/cpu
 	@ls build/wheels
 
+.PHONY: compatibility
+compatibility: setup ## write docs/compatibility.md from what the tests find (some 10 minutes)
+	@$(PY) -m pytest tests/engine -k 'features or batches or prefix' --write-compatibility $(ARGS)
+
 .PHONY: image
 image: ## build the image with docker, podman or buildah (IMAGE=cpu|gpu; images/build.sh names the variables)
 	@images/build.sh $(IMAGE)
@@ -49,6 +53,18 @@ image: ## build the image with docker, podman or buildah (IMAGE=cpu|gpu; images/
 .PHONY: test-images
 test-images: setup ansible ## build the image, deploy it to real hosts with Docker (root; says which packages it needs)
 	@$(PY) -m pytest tests/images --hosts $(ARGS)
+
+.PHONY: test-gpu
+test-gpu: setup ## the kernels against float64 and the engine with CUDA graphs, on a machine with an NVIDIA GPU
+	@nvidia-smi -L >/dev/null || { echo "make test-gpu needs an NVIDIA GPU; make test runs without one" >&2; exit 1; }
+	@$(PY) -m pytest tests/gpu tests/unit -k 'gpu or gdn or attention or tree or walk or cache or candidates or step' $(ARGS)
+
+BENCHMARK ?= $(shell date +%Y-%m-%d)-$(shell git rev-parse --short HEAD)
+.PHONY: bench-gpu
+bench-gpu: setup ## step times of the 27B shape, contestants taking turns, and kernels, on an NVIDIA GPU; into docs/benchmarks
+	@nvidia-smi -L >/dev/null || { echo "make bench-gpu needs an NVIDIA GPU" >&2; exit 1; }
+	@$(PY) -m pip install -qq --no-deps -r constraints/bench.txt
+	@benchmarks/run.sh $(BENCHMARK)
 
 .PHONY: lint
 lint: setup ansible ## ruff, mypy, yamllint, shellcheck, ansible-lint, the roles' READMEs

@@ -34,6 +34,7 @@ class Player:
 
     def __init__(self, name: str, spec: dict[str, Any], log: Path) -> None:
         self.name = name
+        self.max_num_seqs: int = spec["engine"]["max_num_seqs"]
         self.log = log
         environment = {
             "VLLM_NO_USAGE_STATS": "1",
@@ -195,6 +196,9 @@ def measure(
     times: dict[str, list[float]] = {}
     errors: dict[str, str] = {}
     for player in playing:
+        if batch > player.max_num_seqs:
+            errors[player.name] = f"holds {player.max_num_seqs} requests"
+            continue
         answer = player.ask(300, do="batch", size=batch, context=context)
         if "error" in answer:
             errors[player.name] = answer["error"]

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from ddtree_vllm import SUPPORTED_VLLM, __version__, checkpoints, environment
 from ddtree_vllm.config import (
+    AUTO_BUDGETS,
     MAX_BUDGET,
     DDTreeConfig,
     Device,
@@ -89,8 +90,9 @@ def _serve_parser() -> argparse.ArgumentParser:
     parser.add_argument("--drafter", help="the DFlash drafter of MODEL")
     parser.add_argument(
         "--budget",
-        metavar="N",
-        help=f"draft nodes per request and step, 1 to {MAX_BUDGET} (static: as many as the tree)",
+        metavar="N|auto",
+        help=f"draft nodes per request and step, 1 to {MAX_BUDGET} (static: as many as the tree); "
+        "auto chooses by the size of the batch",
     )
     parser.add_argument("--policy", help="ddtree (default), chain or static")
     parser.add_argument(
@@ -122,7 +124,8 @@ def _serve(arguments: list[str], debug: bool) -> int:
         device = _device()
         _check_checkpoints(model, ours.drafter, config, own_tokenizer=_own_tokenizer(given))
         in_file = config_file_options(given, device)
-        options = vllm_options(ours.drafter, config, device, given)
+        budgets = AUTO_BUDGETS if ours.budget == "auto" else ()
+        options = vllm_options(ours.drafter, config, device, given, budgets)
     except ValueError as error:
         if debug:
             raise
@@ -161,14 +164,18 @@ def _tree_config(ours: argparse.Namespace) -> DDTreeConfig | None:
         values["static_tree"] = _static_tree(ours.static_tree)
     if ours.top_k is not None:
         values["top_k"] = _whole_number("--top-k", ours.top_k)
-    if ours.budget is not None:
+    if ours.budget == "auto":
+        if values.get("policy", "ddtree") != "ddtree":
+            raise ValueError("--budget auto is for policy ddtree; give --budget a number")
+        values["budget"] = max(nodes for _, nodes in AUTO_BUDGETS)
+    elif ours.budget is not None:
         values["budget"] = _whole_number("--budget", ours.budget)
     elif ours.static_tree is not None:
         # What is no list is refused as a static tree, whatever the budget.
         nodes = values["static_tree"]
         values["budget"] = min(max(1, len(nodes)), MAX_BUDGET) if isinstance(nodes, list) else 1
     else:
-        raise ValueError(f"--budget is missing: draft nodes per step, 1 to {MAX_BUDGET}")
+        raise ValueError(f"--budget is missing: draft nodes per step, 1 to {MAX_BUDGET}, or auto")
     return DDTreeConfig.create(**values)
 
 
@@ -176,7 +183,8 @@ def _whole_number(option: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{option} must be a whole number, not {text!r}") from None
+        what = "a whole number or auto" if option == "--budget" else "a whole number"
+        raise ValueError(f"{option} must be {what}, not {text!r}") from None
 
 
 def _static_tree(text: str) -> Any:

@@ -27,6 +27,11 @@ MAX_BUDGET = 127
 
 MAX_TOP_K = 127
 
+AUTO_BUDGETS = ((1, 63), (2, 15))
+"""Budgets of `--budget auto`: (requests in the batch, nodes), each up to the next entry. The most
+tokens per second of those measured on an H200 with the 27B shape (docs/benchmarks); every entry is
+faster than a chain. Past some 64 rows a step's matrix products grow with its rows."""
+
 WORKER = {
     "cuda": "ddtree_vllm.engine.worker.DDTreeWorker",
     "cpu": "ddtree_vllm.engine.worker.DDTreeCPUWorker",
@@ -179,6 +184,7 @@ def vllm_options(
     config: DDTreeConfig | None,
     device: Device,
     given: Sequence[str] = (),
+    budgets: Sequence[tuple[int, int]] = (),
 ) -> list[str]:
     """vLLM's command-line options for this configuration, merged with those a user gave.
 
@@ -188,6 +194,7 @@ def vllm_options(
         device: where the engine runs; the CPU needs another worker class and eager mode.
         given: options of the user's. One that says the same as ours is kept once; JSON options are
             merged key by key.
+        budgets: (requests, nodes), budgets from that batch size on; empty: `config.budget` always.
 
     Returns:
         All options, ours first.
@@ -226,6 +233,11 @@ def vllm_options(
             raise ValueError('--additional-config has an entry "ddtree", but nothing is drafted')
     else:
         wanted = {"method": "dflash", "model": drafter, "num_speculative_tokens": config.budget}
+        if budgets:
+            ends = [start - 1 for start, _ in budgets[1:]] + [budgets[-1][0]]
+            wanted["num_speculative_tokens_per_batch_size"] = [
+                [start, end, nodes] for (start, nodes), end in zip(budgets, ends, strict=True)
+            ]
         speculative = _merged("--speculative-config", wanted, speculative)
         entry = additional.pop(KEY, {})
         if not isinstance(entry, Mapping):

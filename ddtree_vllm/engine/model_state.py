@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
@@ -144,7 +145,11 @@ class DDTreeModelState(MambaHybridModelState):
             else input_batch.num_reqs
         )
         rows = input_batch.num_scheduled_tokens[: is_tree.shape[0]][is_tree > 0]
-        max_rows = self.budget + 1 if for_capture else int(rows.max(initial=0))
+        max_rows = int(rows.max(initial=0))
+        if for_capture:
+            # Stand-in requests may be as long as a batch; those of a budget below the largest bring
+            # fewer rows, and their graph gets smaller tiles.
+            max_rows = min(max_rows, self.budget + 1)
         if cudagraph_mode == CUDAGraphMode.FULL:
             max_rows = max(max_rows, input_batch.num_tokens_after_padding // num_reqs_padded)
         step.plan(
@@ -273,9 +278,12 @@ def max_tree_rows(vllm_config: VllmConfig) -> int:
     """
     scheduler = vllm_config.scheduler_config
     most = scheduler.max_num_seqs
+    budget = vllm_config.num_speculative_tokens
     schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
     if schedule:
-        rows = most + max(min(end, most) * (n + 1) for start, end, n in schedule if start <= most)
+        # vLLM's own reading: the last entry goes on, and so does one before a gap.
+        budgets = build_dynamic_sd_schedule_lookup(schedule, most, budget)
+        rows = most + max(n * (budgets[n] + 1) for n in range(1, most + 1))
     else:
-        rows = most * (vllm_config.num_speculative_tokens + 1)
+        rows = most * (budget + 1)
     return min(rows, scheduler.max_num_batched_tokens)

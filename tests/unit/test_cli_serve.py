@@ -131,6 +131,16 @@ def test_no_speculation_needs_no_drafter(target, started):
     assert "--speculative-config" not in started[0]
 
 
+def test_an_automatic_budget_follows_the_size_of_the_batch(target, drafter, started):
+    cli.main(["serve", f"{target}", "--drafter", f"{drafter}", "--budget", "auto"])
+    [options] = started
+    speculative = json.loads(options[options.index("--speculative-config") + 1])
+    assert speculative["num_speculative_tokens"] == 63
+    assert speculative["num_speculative_tokens_per_batch_size"] == [[1, 1, 63], [2, 2, 15]]
+    additional = json.loads(options[options.index("--additional-config") + 1])
+    assert additional == {"ddtree": {"budget": 63}}
+
+
 def test_a_static_tree_sets_the_budget(target, drafter, started, tmp_path):
     file = tmp_path / "tree.json"
     file.write_text("[[0], [0, 0], [1]]")
@@ -177,8 +187,9 @@ def test_names_on_hugging_face_are_left_to_vllm(started, monkeypatch):
     [
         (["--budget", "0"], "budget must be between 1 and 127 nodes, not 0"),
         (["--budget", "128"], "budget must be between 1 and 127 nodes, not 128"),
-        (["--budget", "many"], "--budget must be a whole number, not 'many'"),
+        (["--budget", "many"], "--budget must be a whole number or auto, not 'many'"),
         ([], "--budget is missing"),
+        (["--budget", "auto", "--policy", "chain"], "--budget auto is for policy ddtree"),
         (["--budget", "7", "--policy", "best"], "policy must be 'ddtree', 'chain' or 'static'"),
         (["--budget", "7", "--top-k", "0"], "top_k must be between 1 and 127"),
         (["--budget", "7", "--policy", "static"], "needs a static tree"),

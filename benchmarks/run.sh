@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Runs every benchmark on the GPU of this machine and writes docs/benchmarks/NAME.json and its plots.
+#
+# Usage: benchmarks/run.sh NAME
+set -euo pipefail
+cd "$(dirname "$0")/.."
+name=${1:?usage: benchmarks/run.sh NAME}
+python=${PYTHON:-.venv/bin/python}
+out=build/benchmarks
+mkdir -p "$out"
+
+cells=(--cells 1000:1,2,4,8,16 8000:1,4 32000:1,2 --profile 1000:1,4 --max-num-seqs 16)
+# Two rounds, since all contestants do not fit on one GPU; vLLM's chain plays in both.
+first="vllm-chain15,tree63,chain15,tree15"
+second="vllm-chain15,ar,tree31,tree127"
+cache=10,vllm-chain15=43
+"$python" benchmarks/kernels.py --out "$out/kernels.json"
+"$python" benchmarks/step_time.py --contestants "$first" "${cells[@]}" --cache-gib "$cache" \
+  --logs "$out" --out "$out/steps-1.json"
+"$python" benchmarks/step_time.py --contestants "$second" "${cells[@]}" --cache-gib "$cache" \
+  --logs "$out" --out "$out/steps-2.json"
+"$python" - "$out" "${cells[*]}" <<'PYTHON'
+import json, pathlib, platform, subprocess, sys
+import torch, triton, vllm
+
+out = pathlib.Path(sys.argv[1])
+first, second = (json.loads((out / f"steps-{i}.json").read_text()) for i in (1, 2))
+second["vllm-chain15-again"] = second.pop("vllm-chain15")
+(out / "steps.json").write_text(json.dumps(first | second))
+driver = subprocess.run(
+    ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+    capture_output=True, text=True, check=True,
+).stdout.splitlines()[0].split(", ")
+commit = subprocess.run(
+    ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+).stdout.strip()
+(out / "provenance.json").write_text(json.dumps({
+    "commit": commit, "gpu": driver[0], "driver": driver[1],
+    "versions": {"vllm": vllm.__version__, "torch": torch.__version__,
+                 "triton": triton.__version__, "python": platform.python_version()},
+    "commands": ["make bench-gpu", f"benchmarks/step_time.py {sys.argv[2]}"],
+}))
+PYTHON
+"$python" benchmarks/report.py --steps "$out/steps.json" --kernels "$out/kernels.json" \
+  --provenance "$out/provenance.json" --name "$name"
