@@ -9,7 +9,7 @@ python=${PYTHON:-.venv/bin/python}
 out=build/benchmarks
 mkdir -p "$out"
 
-cells=(--cells 1000:1,2,4,8,16 8000:1,4 32000:1,2 --profile 1000:1,4 --max-num-seqs 16)
+cells=(--cells "1000:1,2,4,8,16" "8000:1,4" "32000:1,2" --profile "1000:1,4" --max-num-seqs 16)
 # Two rounds, since all contestants do not fit on one GPU; vLLM's chain plays in both.
 first="vllm-chain15,tree63,chain15,tree15"
 second="vllm-chain15,ar,tree31,tree127"
