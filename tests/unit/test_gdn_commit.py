@@ -316,11 +316,11 @@ def test_a_stash_of_other_layers_is_refused(rng):
         commit_paths(StateTable.build(caches, groups=[0, 1]), *args)
 
 
-def test_regimes_cover_both_ends(rng):
+def test_regimes_cover_both_ends(rng, device):
     """The regimes above mean what their names say."""
     decays, betas = {}, {}
     for regime in REGIMES:
-        step = Step(rng, [chain(64)], regime=regime)
+        step = Step(rng, [chain(64)], regime=regime, device=device)
         step.verify()
         x = step.projections(0)
         decays[regime], betas[regime] = float(x.g.exp().mean()), float(x.beta.mean())

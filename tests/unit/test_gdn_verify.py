@@ -19,10 +19,10 @@ def verified_error(step: Step, req: int, layer: int = 0) -> float:
     return relative_error(step.out[layer][step.request_rows(req)], expected)
 
 
-def test_the_closed_form_equals_the_recurrence(rng):
+def test_the_closed_form_equals_the_recurrence(rng, device):
     """The two float64 references agree, so that either can judge a kernel."""
     for num_rows in (1, 2, 17, 40):
-        step = Step(rng, [random_parents(rng, num_rows)])
+        step = Step(rng, [random_parents(rng, num_rows)], device=device)
         step.verify()
         x, parents = step.projections(0), step.trees[0]
         state = step.committed_state(0)
