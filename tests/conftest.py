@@ -44,6 +44,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--hosts", action="store_true", help="also run tests marked hosts: needs root and Ansible"
     )
     group.addoption(
+        "--write-compatibility",
+        action="store_true",
+        help="write docs/compatibility.md from what the tests find, instead of checking it",
+    )
+    group.addoption(
         "--seed",
         type=int,
         default=None,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -23,7 +24,9 @@ class _TreeRunner:
         check_supported(vllm_config)
         if vllm_config.speculative_config is not None and self.is_last_pp_rank:  # type: ignore[attr-defined]
             self.speculator = DDTreeSpeculator(vllm_config, device)
-            self._counters = TreeCounters(os.environ.get(FILE_VARIABLE))
+            # Every rank of a tensor-parallel engine walks the same trees; one of them counts.
+            first = get_tensor_model_parallel_rank() == 0
+            self._counters = TreeCounters(os.environ.get(FILE_VARIABLE) if first else None)
             self._counters.begin(self.speculator.budget, self.speculator.depth)
 
     def sample_tokens(self, grammar_output: Any) -> Any:

@@ -64,11 +64,6 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         yield "draft_sample_method 'probabilistic'; a tree's candidates are chosen with 'greedy'"
     if spec.enable_adaptive_verification:
         yield "adaptive verification, which reorders drafts within a request; switch it off"
-    if parallel.tensor_parallel_size > 1:
-        yield (
-            "tensor parallelism, which nothing has shown to draft the same tree on every rank yet; "
-            "start one engine per GPU"
-        )
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism, which hands on draft tokens but no tree; set its size to 1"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:

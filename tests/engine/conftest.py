@@ -4,6 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from compatibility import Compatibility
 from tiny_pair import write_tiny_pair
 
 DEMO = Path(__file__).parents[2] / "demo"
@@ -25,3 +26,9 @@ def demo_pair() -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_tiny_pair(tmp_path_factory.mktemp("tiny_pair"))
+
+
+@pytest.fixture(scope="session")
+def compatibility(request: pytest.FixtureRequest) -> Compatibility:
+    """Where tests of features record what they found."""
+    return Compatibility(write=request.config.getoption("--write-compatibility"))

@@ -35,6 +35,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     loaded = time.monotonic()
     try:
         outputs, steps = serve(llm, job["requests"])
+        digests = llm.collective_rpc(digest_of_trees) if job["compare_ranks"] else []
         counters = {
             m.name: m.value
             for m in llm.get_metrics()
@@ -50,10 +51,22 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "outputs": outputs,
         "steps": steps,
+        "digests": digests,
         "counters": counters,
         "load_s": loaded - started,
         "run_s": time.monotonic() - loaded,
     }
+
+
+def digest_of_trees(worker: Any) -> str:
+    """Of the trees that the newest step of every request drafted on this rank."""
+    import hashlib
+
+    tree = worker.model_runner.model_state.tree
+    digest = hashlib.sha256()
+    for field in (tree.tokens, tree.parents, tree.depths, tree.ranks, tree.num_nodes):
+        digest.update(field.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _allow_async_scheduling_on_cpu() -> None:
@@ -76,10 +89,10 @@ def serve(llm: Any, requests: list[dict]) -> tuple[list[dict], int]:
     """Feed requests at the steps they name, step until all have ended, collect what came out.
 
     A request: ``prompt`` (token ids), ``params`` (of SamplingParams), ``at_step`` (default 0: at the
-    start), ``after`` (index of a request that must have ended first), ``abort_at`` (step).
+    start), ``after`` (index of a request that must have ended first), ``abort_at`` (step),
+    ``reset_prefix_cache`` (whether the prefix cache is emptied before it), ``images`` (arguments
+    of ``noise``, one list for each image token of the prompt).
     """
-    from vllm import SamplingParams
-
     engine = llm.llm_engine
     outputs: list[dict] = [
         {"token_ids": [], "finish_reason": None, "emitted": []} for _ in requests
@@ -101,8 +114,13 @@ def serve(llm: Any, requests: list[dict]) -> tuple[list[dict], int]:
                 base = requests[prompt["of"]]["prompt"] + outputs[prompt["of"]]["token_ids"]
                 prompt = base + prompt["then"]
                 request["prompt"] = prompt
-            params = SamplingParams(**{"detokenize": False, **request["params"]})
-            engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+            if request.get("reset_prefix_cache"):
+                assert engine.reset_prefix_cache()
+            params = sampling_params(request["params"])
+            inputs: dict[str, Any] = {"prompt_token_ids": prompt}
+            if "images" in request:
+                inputs["multi_modal_data"] = {"image": [noise(*n) for n in request["images"]]}
+            engine.add_request(str(i), inputs, params)
         for i, request in enumerate(requests):
             if request.get("abort_at") == step and i not in ended and i not in waiting:
                 engine.abort_request([str(i)])
@@ -131,6 +149,26 @@ def serve(llm: Any, requests: list[dict]) -> tuple[list[dict], int]:
                 outputs[i]["text"] = completion.text
                 ended.add(i)
     return outputs, step
+
+
+def noise(seed: int, height: int, width: int) -> Any:
+    """An image of random pixels."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def sampling_params(options: dict) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    options = {"detokenize": False, **options}
+    if "structured_outputs" in options:
+        constraint = StructuredOutputsParams(**options["structured_outputs"])
+        options["structured_outputs"] = constraint
+    return SamplingParams(**options)
 
 
 if __name__ == "__main__":

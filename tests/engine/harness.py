@@ -37,7 +37,10 @@ DEVICE_OPTIONS: dict[str, Any] = (
 
 @dataclass
 class Job:
-    """One engine and what it is asked. ``budget`` None: no speculation."""
+    """One engine and what it is asked. ``budget`` None: no speculation.
+
+    ``compare_ranks`` brings a digest of the draft trees of every rank at the end.
+    """
 
     requests: list[dict[str, Any]]
     budget: int | None = None
@@ -45,6 +48,7 @@ class Job:
     static_tree: list[list[int]] | None = None
     speculative: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    compare_ranks: bool = False
 
     def spec(self, target: Path, drafter: Path) -> dict[str, Any]:
         engine: dict[str, Any] = {
@@ -68,6 +72,7 @@ class Job:
         return {
             "engine": engine | self.engine,
             "requests": self.requests,
+            "compare_ranks": self.compare_ranks,
         }
 
 
@@ -75,6 +80,7 @@ class Job:
 class Result:
     outputs: list[dict[str, Any]]
     steps: int
+    digests: list[str]
     counters: dict[str, float]
     load_s: float
     run_s: float
@@ -145,6 +151,8 @@ def engine_environment() -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        # Lets a test send a function to every rank.
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     }
     if not ON_CPU:
         return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}

@@ -176,21 +176,24 @@ def assert_equal(runs: tuple[Result, Result], requests: list[dict]) -> tuple[Res
     return without, trees
 
 
-def test_requests_that_join_leave_and_abort_every_step(runs, scenarios) -> None:
+def test_requests_that_join_leave_and_abort_every_step(runs, scenarios, compatibility) -> None:
     """Prefill, chunked prefill, decode with drafts and without, in one batch (complaint 4)."""
     name = "joining and leaving"
     _, trees = assert_equal(runs[name], scenarios[name].requests)
     assert trees.counters["vllm:spec_decode_num_accepted_tokens"] > 0
+    compatibility.record("chunked prefill")
 
 
-def test_a_step_planned_before_the_last_one_is_known(runs, scenarios) -> None:
+def test_a_step_planned_before_the_last_one_is_known(runs, scenarios, compatibility) -> None:
     """Async scheduling: the host runs ahead with upper bounds, requests end a step late."""
     assert_equal(runs["running ahead"], scenarios["running ahead"].requests)
+    compatibility.record("async scheduling")
 
 
-def test_preemption_under_a_small_cache(runs, scenarios) -> None:
+def test_preemption_under_a_small_cache(runs, scenarios, compatibility) -> None:
     _, trees = assert_equal(runs["preempted"], scenarios["preempted"].requests)
     assert trees.counters["vllm:num_preemptions"] > 0
+    compatibility.record("preemption")
 
 
 def test_every_prompt_length_of_a_block_and_more(runs, scenarios) -> None:
@@ -198,9 +201,10 @@ def test_every_prompt_length_of_a_block_and_more(runs, scenarios) -> None:
     assert_equal(runs["prompt lengths"], scenarios["prompt lengths"].requests)
 
 
-def test_max_model_len_reached_inside_a_tree(runs, scenarios) -> None:
+def test_max_model_len_reached_inside_a_tree(runs, scenarios, compatibility) -> None:
     _, trees = assert_equal(runs["context ends"], scenarios["context ends"].requests)
     assert {o["finish_reason"] for o in trees.outputs} == {"length"}
+    compatibility.record("--max-model-len")
 
 
 def test_stop_tokens_and_end_of_text_at_every_depth(runs, scenarios) -> None:
@@ -212,10 +216,11 @@ def test_stop_tokens_and_end_of_text_at_every_depth(runs, scenarios) -> None:
             assert output["token_ids"][-1] in (output["stop_reason"], EOS_TOKEN)
 
 
-def test_greedy_and_sampled_requests_share_a_batch(runs, scenarios) -> None:
+def test_greedy_and_sampled_requests_share_a_batch(runs, scenarios, compatibility) -> None:
     """Sampled output with a seed equals that of the same seed without speculation."""
     name = "sampled beside greedy"
     assert_equal(runs[name], scenarios[name].requests)
+    compatibility.record("mixed batches")
 
 
 def test_penalties_follow_the_path(runs, scenarios) -> None:
@@ -233,12 +238,15 @@ def test_logprobs_are_those_of_the_emitted_tokens(runs, scenarios) -> None:
                 assert got[token] == pytest.approx(value, abs=2e-4)
 
 
-def test_a_budget_per_batch_size_takes_prefixes_of_the_trees(runs, scenarios) -> None:
+def test_a_budget_per_batch_size_takes_prefixes_of_the_trees(
+    runs, scenarios, compatibility
+) -> None:
     name = "budget per batch size"
     _, trees = assert_equal(runs[name], scenarios[name].requests)
     drafts = trees.counters["vllm:spec_decode_num_drafts"]
     nodes = trees.counters["vllm:spec_decode_num_draft_tokens"]
     assert 3 * drafts < nodes < 31 * drafts
+    compatibility.record("num_speculative_tokens_per_batch_size")
 
 
 def test_a_stop_string_inside_an_accepted_path_ends_the_text_before_it(demo_pair) -> None:

@@ -76,8 +76,9 @@ def test_second_turns_hit_the_cache_that_trees_wrote(requests, runs) -> None:
     assert [cached[i] for i in (0, 1, 3)] == [BLOCK] * 3, cached
 
 
-def test_tokens_equal_those_of_a_cold_run_over_both_turns(runs) -> None:
+def test_tokens_equal_those_of_a_cold_run_over_both_turns(runs, compatibility) -> None:
     assert runs["warm"].tokens == runs["cold"].tokens
+    compatibility.record("prefix caching")
 
 
 def test_a_state_kept_at_a_boundary_gives_the_logprobs_of_a_sequential_prefill(

@@ -19,6 +19,11 @@ HIDDEN = 64
 BLOCK_SIZE = 16
 MASK_TOKEN = 3
 EOS_TOKEN = 2
+# The tokenizer: four special tokens, two around thinking, and a character for every other token.
+THINK_TOKEN = 4
+END_OF_THINKING_TOKEN = 5
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>", "<think>", "</think>"]
+CHARACTERS = '{}[]":,- \n0123456789abcdefghijklmn'
 
 TARGET = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -103,7 +108,27 @@ def write_tiny_pair(root: Path, seed: int = 0) -> tuple[Path, Path]:
         {k: v.contiguous() for k, v in model.state_dict().items()}, target / "model.safetensors"
     )
     save_file(_drafter_weights(generator), drafter / "model.safetensors")
+    write_tokenizer(target)
     return target, drafter
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A byte-level tokenizer of one character a token, for the tiny target."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # Byte-level vocabularies write a space and a line end as these.
+    visible = CHARACTERS.replace(" ", "\u0120").replace("\n", "\u010a")
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *visible])}
+    assert len(vocabulary) == VOCAB
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL[:4]])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in SPECIAL[4:]])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>", pad_token="<pad>"
+    ).save_pretrained(directory)
 
 
 def _drafter_weights(generator: torch.Generator) -> dict[str, torch.Tensor]:

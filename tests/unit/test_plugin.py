@@ -68,7 +68,6 @@ def test_a_supported_configuration_is_accepted(vllm_config) -> None:
         ("speculative_config", "draft_sample_method", "probabilistic", "draft_sample_method"),
         ("speculative_config", "num_speculative_tokens", 31, "differs from the budget 15"),
         ("speculative_config", "num_speculative_tokens", 128, "it must be 1 to 127"),
-        ("parallel_config", "tensor_parallel_size", 2, "tensor parallelism"),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
         ("parallel_config", "data_parallel_size", 2, "data parallelism"),
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of the OpenAI-compatible API, by the feature that each one is about.
+
+Every case is sent to a server without speculation and to one with trees. Where it says nothing
+else, the two must answer the same: a completion, or the same refusal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddtree_vllm.smoke.prompts import PROMPTS
+
+MODEL = "demo"
+TOKENS = 8
+# Long enough that a constrained text ends by itself.
+CONSTRAINED_TOKENS = 26
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request.
+
+    Attributes:
+        feature: row of docs/compatibility.md that it stands for.
+        path: of the endpoint.
+        body: without the model's name.
+        stream: whether it is sent streamed too.
+        refused: where vLLM refuses the feature under speculation, a word of the sentence; the
+            server without speculation then serves it.
+    """
+
+    feature: str
+    path: str
+    body: dict[str, Any]
+    stream: bool = False
+    refused: str | None = None
+    number: int = field(default=0, compare=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.feature} {self.number}"
+
+
+def cases() -> list[Case]:
+    """All cases. The first of a feature, number 1, is what the fast suite sends."""
+    found = [
+        *_sampling(),
+        *_ends(),
+        *_scores(),
+        *_prompts(),
+        *_constrained(),
+        *_chat(),
+        *_tools(),
+        *_other_endpoints(),
+    ]
+    counts: Counter[str] = Counter()
+    for case in found:
+        counts[case.feature] += 1
+        object.__setattr__(case, "number", counts[case.feature])
+    return found
+
+
+def completion(feature: str, number: int = 0, *, stream: bool = False, **body: Any) -> Case:
+    """A completion of one of the smoke test's prompts; greedy unless the body says otherwise."""
+    refused = body.pop("refused", None)
+    defaults = {"prompt": PROMPTS[number], "max_tokens": TOKENS, "temperature": 0}
+    return Case(
+        feature,
+        "/v1/completions",
+        {**defaults, "return_token_ids": True, **body},
+        stream,
+        refused,
+    )
+
+
+def chat(feature: str, text: str, *, stream: bool = False, **body: Any) -> Case:
+    """A chat of one user turn; greedy, without thinking unless the body says otherwise."""
+    refused = body.pop("refused", None)
+    defaults = {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    return Case(feature, "/v1/chat/completions", {**defaults, **body}, stream, refused)
+
+
+def _sampling() -> list[Case]:
+    def sampled(feature: str, number: int, **body: Any) -> Case:
+        return completion(feature, number, **{"temperature": 1.0, "seed": 70 + number, **body})
+
+    return [
+        *(completion("greedy", i, stream=i < 2) for i in range(4)),
+        sampled("temperature and seed", 0, stream=True),
+        sampled("temperature and seed", 1, temperature=0.4),
+        sampled("top_p", 2, top_p=0.7),
+        sampled("top_k", 3, top_k=5),
+        sampled("top_k", 4, top_k=12, top_p=0.9, temperature=1.4),
+        sampled("n > 1", 5, n=3, stream=True),
+        completion("n > 1", 6, n=2),
+        completion("presence_penalty", 0, presence_penalty=1.2),
+        sampled("presence_penalty", 1, presence_penalty=-0.8),
+        completion("frequency_penalty", 1, frequency_penalty=0.9),
+        completion("repetition_penalty", 2, repetition_penalty=1.3),
+        sampled("repetition_penalty", 3, repetition_penalty=1.2, frequency_penalty=0.5),
+        completion("bad_words", 0, bad_words=["self", " return", "item", "def push"]),
+        sampled("bad_words", 6, bad_words=["self.host", "host", "\n    "]),
+        completion("allowed_token_ids", 0, allowed_token_ids=list(range(0, 2040, 2))),
+        sampled("allowed_token_ids", 5, allowed_token_ids=list(range(5, 600))),
+        completion("logit_bias", 0, logit_bias={"300": 5.0}, refused="logit_bias"),
+        completion("min_p", 0, temperature=1.0, seed=3, min_p=0.1, refused="min_p"),
+        completion("beam search", 0, use_beam_search=True, n=2, max_tokens=4),
+    ]
+
+
+def _ends() -> list[Case]:
+    return [
+        completion("stop", 0, stop="self"),
+        completion("stop", 1, stop=["assert", "queue."], stream=True),
+        completion("stop", 6, stop=["\n"], temperature=1.0, seed=9),
+        completion("include_stop_str_in_output", 0, stop="self", include_stop_str_in_output=True),
+        completion(
+            "include_stop_str_in_output",
+            1,
+            stop=["assert", "queue."],
+            include_stop_str_in_output=True,
+            stream=True,
+        ),
+        completion("stop_token_ids", 2, stop_token_ids=list(range(300, 1190, 7))),
+        completion("stop_token_ids", 5, stop_token_ids=list(range(300, 900, 6)), stream=True),
+        completion("min_tokens", 0, stop_token_ids=list(range(256, 780, 5)), min_tokens=9),
+        completion("min_tokens", 3, min_tokens=12, max_tokens=24),
+        completion("ignore_eos", 3, ignore_eos=True, max_tokens=24),
+        *(completion("max_tokens inside a path", 0, max_tokens=n) for n in (6, 1, 2, 3, 5, 8, 11)),
+        completion("max_tokens inside a path", 1, max_tokens=7, stream=True),
+        completion(
+            "repetition_detection",
+            3,
+            max_tokens=24,
+            repetition_detection={"max_pattern_size": 4, "min_count": 2},
+        ),
+    ]
+
+
+def _scores() -> list[Case]:
+    return [
+        completion("logprobs", 0, logprobs=0),
+        completion("logprobs", 1, logprobs=1, stream=True),
+        completion("logprobs", 2, logprobs=5, temperature=1.0, seed=4),
+        completion("logprobs", 4, logprobs=3, presence_penalty=0.7),
+        completion("logprobs", 5, logprobs=2, n=2, temperature=0.9, seed=8, stream=True),
+        chat("top_logprobs", "def area(self):", logprobs=True, top_logprobs=4, stream=True),
+        chat("top_logprobs", "import os", logprobs=True, top_logprobs=0),
+        completion("prompt_logprobs", 3, prompt_logprobs=2),
+        completion("prompt_logprobs", 4, prompt_logprobs=0, logprobs=2),
+        chat("prompt_logprobs", "import sys", prompt_logprobs=1),
+        completion("logprob_token_ids", 1, logprob_token_ids=[44, 300], logprobs=2, stream=True),
+    ]
+
+
+def _prompts() -> list[Case]:
+    return [
+        completion("echo", 2, echo=True),
+        completion("echo", 3, echo=True, logprobs=1),
+        completion("echo", 4, echo=True, stream=True),
+        completion("echo", 4, echo=True, max_tokens=0, logprobs=1),
+        completion("several prompts", prompt=list(PROMPTS[:3]), stream=True),
+        completion("several prompts", prompt=list(PROMPTS[2:4]), n=2, temperature=0.8, seed=5),
+        completion("token ids as prompt", prompt=[282, 300, 40, 500, 12, 600]),
+        completion("token ids as prompt", prompt=[[7], [282, 300, 40], [900, 2, 4, 6]]),
+        completion("truncate_prompt_tokens", 1, truncate_prompt_tokens=16),
+        completion("skip_special_tokens", 3, skip_special_tokens=False, max_tokens=24),
+    ]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"type": "integer"},
+        "kind": {"enum": ["file", "folder"]},
+    },
+    "required": ["name", "size", "kind"],
+    "additionalProperties": False,
+}
+GRAMMAR = """
+root ::= call (", " call)*
+call ::= name "(" [0-9]{1,3} ")"
+name ::= "push" | "pop" | "append"
+"""
+
+
+def _constrained() -> list[Case]:
+    def constrained(feature: str, number: int, *, stream: bool = False, **body: Any) -> Case:
+        body = {"max_tokens": CONSTRAINED_TOKENS, **body}
+        return completion(feature, number, stream=stream, **body)
+
+    schema = {"type": "json_schema", "json_schema": {"name": "entry", "schema": SCHEMA}}
+    seeded = {"temperature": 1.0, "seed": 21}
+    return [
+        constrained("json_object", 0, response_format={"type": "json_object"}, stream=True),
+        constrained("json_object", 1, response_format={"type": "json_object"}, **seeded),
+        constrained("json_schema", 2, response_format=schema, stream=True),
+        constrained("json_schema", 4, structured_outputs={"json": SCHEMA}, **seeded),
+        constrained("regex", 0, structured_outputs={"regex": "(def|class) [a-z_]{3,12}\\(self\\)"}),
+        constrained("regex", 1, structured_outputs={"regex": "[0-9]{6,9}x"}, logprobs=2),
+        constrained("choice", 2, structured_outputs={"choice": ["yes, it is", "no", "not now"]}),
+        constrained(
+            "choice", 3, structured_outputs={"choice": ["alpha", "alphabet"]}, stream=True, **seeded
+        ),
+        constrained("grammar", 4, structured_outputs={"grammar": GRAMMAR}),
+        constrained("grammar", 5, structured_outputs={"grammar": GRAMMAR}, stream=True, **seeded),
+        constrained(
+            "structured output with penalties",
+            5,
+            structured_outputs={"json": SCHEMA},
+            frequency_penalty=0.8,
+            repetition_penalty=1.1,
+        ),
+        constrained(
+            "structured output with n > 1",
+            6,
+            structured_outputs={"regex": "[a-z]{5,14}\\.py"},
+            n=3,
+            **seeded,
+        ),
+        chat(
+            "json_schema",
+            "Describe a file.",
+            response_format=schema,
+            max_tokens=CONSTRAINED_TOKENS,
+            stream=True,
+        ),
+    ]
+
+
+def _chat() -> list[Case]:
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    # Any of these may come next, and the third ends the thinking: with a seed it comes soon.
+    soon = {"allowed_token_ids": [*range(15, 25), 2041], "temperature": 2.0}
+    end_of_thinking = {**thinking, **soon}
+    digits = {"structured_outputs": {"regex": "[0-9]{5}"}}
+    return [
+        chat("chat", "def push(self, item):", stream=True),
+        chat("chat", "Write a test for a queue.", temperature=1.0, seed=6, stream=True),
+        chat("chat", "import re", n=2, temperature=0.7, seed=2, stream=True),
+        chat("chat", "class Point:", max_completion_tokens=9, max_tokens=None),
+        chat("chat", "import json", stop=["\n"]),
+        chat("chat", "import json", return_token_ids=True, stream=True),
+        chat(
+            "chat",
+            "",
+            messages=[
+                {"role": "system", "content": "You write Python."},
+                {"role": "user", "content": [{"type": "text", "text": "A class"}]},
+                {"role": "assistant", "content": "class A:"},
+                {"role": "user", "content": "Go on."},
+            ],
+        ),
+        chat(
+            "continue_final_message",
+            "",
+            messages=[
+                {"role": "user", "content": "A class"},
+                {"role": "assistant", "content": "class Stack:\n    def"},
+            ],
+            add_generation_prompt=False,
+            continue_final_message=True,
+        ),
+        chat("reasoning", "def push(self, item):", stream=True, **thinking),
+        *(
+            chat("reasoning", "Count.", seed=seed, stream=True, **end_of_thinking)
+            for seed in range(3)
+        ),
+        chat("reasoning", "Count.", seed=0, include_reasoning=False, **end_of_thinking),
+        *(
+            chat(
+                "structured output after reasoning",
+                "Count.",
+                seed=seed,
+                stream=seed == 0,
+                **end_of_thinking,
+                **digits,
+            )
+            for seed in range(4)
+        ),
+        chat(
+            "thinking_token_budget", "import re", thinking_token_budget=4, stream=True, **thinking
+        ),
+        chat(
+            "thinking_token_budget",
+            "import re",
+            thinking_token_budget=3,
+            response_format={"type": "json_object"},
+            **thinking,
+        ),
+        chat(
+            "usage",
+            "import os",
+            stream=True,
+            n=2,
+            seed=1,
+            temperature=0.6,
+        ),
+    ]
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "read",
+            "description": "Read a file.",
+            "parameters": {
+                "type": "object",
+                "properties": {"path": {"type": "string", "maxLength": 6}},
+                "required": ["path"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"enum": [1, 2]}},
+                "required": ["a", "b"],
+                "additionalProperties": False,
+            },
+        },
+    },
+]
+# What a model that calls tools would say: the parser must find the calls in it.
+ONE_CALL = (
+    '<tool_call>\\n\\{"name": "add", "arguments": \\{"a": [0-9]{1,2}, "b": 1\\}\\}\\n</tool_call>'
+)
+
+
+def _tools() -> list[Case]:
+    def with_tools(feature: str, text: str, *, stream: bool = True, **body: Any) -> Case:
+        return chat(feature, text, **{"tools": TOOLS, "max_tokens": 48, "stream": stream, **body})
+
+    named = {"type": "function", "function": {"name": "read"}}
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "add", "arguments": json.dumps({"a": 1, "b": 2})},
+    }
+    return [
+        with_tools("tool calls: auto", "Add 1 and 2."),
+        with_tools("tool calls: auto", "Add 1 and 2.", structured_outputs={"regex": ONE_CALL}),
+        with_tools("tool calls: required", "Read a file.", tool_choice="required"),
+        with_tools(
+            "tool calls: required", "Add.", tool_choice="required", temperature=1.0, seed=12
+        ),
+        with_tools("tool calls: named", "Read a file.", tool_choice=named),
+        with_tools("tool calls: none", "Read a file.", tool_choice="none", max_tokens=TOKENS),
+        with_tools(
+            "tool calls: parallel",
+            "Add 1 and 2, then 3 and 4.",
+            structured_outputs={"regex": f"{ONE_CALL}\\n{ONE_CALL}"},
+            max_tokens=72,
+        ),
+        with_tools(
+            "tool calls: parallel", "Read.", tool_choice="required", parallel_tool_calls=False
+        ),
+        with_tools(
+            "tool results",
+            "",
+            messages=[
+                {"role": "user", "content": "Add 1 and 2."},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "call_1", "content": "3"},
+            ],
+            max_tokens=TOKENS,
+        ),
+    ]
+
+
+def _other_endpoints() -> list[Case]:
+    return [
+        Case("/tokenize", "/tokenize", {"prompt": PROMPTS[0]}),
+        Case("/tokenize", "/tokenize", {"messages": [{"role": "user", "content": "import os"}]}),
+        Case("/tokenize", "/detokenize", {"tokens": [282, 300, 40, 500]}),
+        Case(
+            "/v1/responses",
+            "/v1/responses",
+            {"input": "def push(self, item):", "max_output_tokens": TOKENS, "temperature": 0},
+        ),
+    ]

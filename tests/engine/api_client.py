@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends cases to a server and brings the answers into a form that can be compared."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+from api_cases import MODEL, Case
+
+TIMEOUT_S = 900
+# As many as the servers run at once: a batch is a mix of cases.
+AT_ONCE = 8
+# What two servers may never agree on.
+_FRESH = {
+    "id",
+    "created",
+    "created_at",
+    "completed_at",
+    "request_id",
+    "system_fingerprint",
+    "item_id",
+}
+
+
+def send_all(url: str, asked: Sequence[tuple[Case, bool]]) -> dict[str, Any]:
+    """The answers by case name, those of streamed ones under name + " streamed"."""
+
+    async def run() -> dict[str, Any]:
+        gate = asyncio.Semaphore(AT_ONCE)
+        limits = httpx.Limits(max_connections=AT_ONCE)
+        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
+
+            async def one(case: Case, stream: bool) -> Any:
+                async with gate:
+                    return await (_streamed if stream else _whole)(client, case)
+
+            answers = await asyncio.gather(*(one(*a) for a in asked))
+        return {
+            case.name + (" streamed" if stream else ""): answer
+            for (case, stream), answer in zip(asked, answers, strict=True)
+        }
+
+    return asyncio.run(run())
+
+
+async def _whole(client: httpx.AsyncClient, case: Case) -> Any:
+    answer = await client.post(case.path, json={"model": MODEL, **case.body})
+    return {"http_status": answer.status_code, **_without_fresh(answer.json())}
+
+
+async def _streamed(client: httpx.AsyncClient, case: Case) -> Any:
+    body = {"model": MODEL, "stream_options": {"include_usage": True}, **case.body, "stream": True}
+    chunks: list[dict] = []
+    async with client.stream("POST", case.path, json=body) as answer:
+        if answer.status_code != 200:
+            return {
+                "http_status": answer.status_code,
+                **_without_fresh(json.loads(await answer.aread())),
+            }
+        async for line in answer.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                chunks.append(json.loads(line.removeprefix("data: ")))
+    return {"http_status": 200, **joined(chunks)}
+
+
+def joined(chunks: Sequence[dict]) -> dict[str, Any]:
+    """What a stream said in all: per choice its parts joined, and the usage counted last."""
+    choices: dict[int, dict[str, Any]] = {}
+    usage = None
+    errors = []
+    for chunk in chunks:
+        if "error" in chunk:
+            errors.append(chunk["error"])
+        usage = chunk.get("usage") or usage
+        for part in chunk.get("choices", ()):
+            choice = choices.setdefault(part["index"], {})
+            for key, value in part.items():
+                if key == "delta":
+                    _join_delta(choice, value)
+                elif key != "index":
+                    _join(choice, key, value)
+    return {"choices": [choices[i] for i in sorted(choices)], "usage": usage, "errors": errors}
+
+
+def _join_delta(choice: dict[str, Any], delta: dict[str, Any]) -> None:
+    for key, value in delta.items():
+        if key == "tool_calls":
+            for call in value or ():
+                calls = choice.setdefault("tool_calls", {})
+                known = calls.setdefault(str(call["index"]), {"name": "", "arguments": ""})
+                function = call.get("function") or {}
+                known["name"] += function.get("name") or ""
+                known["arguments"] += function.get("arguments") or ""
+        elif key == "role":
+            choice["role"] = value or choice.get("role")
+        else:
+            _join(choice, key, value)
+
+
+def _join(into: dict[str, Any], key: str, value: Any) -> None:
+    known = into.get(key)
+    if value is None or value in ("", []):
+        into.setdefault(key, None)
+    elif known is None:
+        into[key] = value
+    elif isinstance(value, dict):
+        for inner, part in value.items():
+            _join(known, inner, part)
+    elif isinstance(value, str | list):
+        into[key] = known + value
+    else:
+        into[key] = value
+
+
+def _without_fresh(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_fresh(v) for k, v in value.items() if k not in _FRESH}
+    if isinstance(value, list):
+        return [_without_fresh(v) for v in value]
+    return value
+
+
+def differences(expected: Any, got: Any, where: str = "", tolerance: float = 2e-3) -> list[str]:
+    """Where two answers differ; numbers with a fraction may by ``tolerance``."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        found = [
+            f"{where}.{key} only {'without speculation' if key in expected else 'with trees'}"
+            for key in sorted(expected.keys() ^ got.keys())
+        ]
+        for key in expected.keys() & got.keys():
+            found += differences(expected[key], got[key], f"{where}.{key}", tolerance)
+        return found
+    if isinstance(expected, list) and isinstance(got, list):
+        if len(expected) != len(got):
+            return [f"{where}: {len(expected)} entries, with trees {len(got)}: {expected} {got}"]
+        return [
+            difference
+            for i, (a, b) in enumerate(zip(expected, got, strict=True))
+            for difference in differences(a, b, f"{where}[{i}]", tolerance)
+        ]
+    if isinstance(expected, float) and isinstance(got, float):
+        close = abs(expected - got) <= tolerance * max(1.0, abs(expected))
+        return [] if close else [f"{where}: {expected}, with trees {got}"]
+    return [] if expected == got else [f"{where}: {expected!r}, with trees {got!r}"]

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/compatibility.md: what tests found, row by row.
+
+A test records what it saw of a feature. An ordinary run holds that against the document; with
+--write-compatibility (`make compatibility`) the document is written instead. So it cannot say what
+no test has seen, and a run of any part of the tests checks that part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
+SAME = "same answer"
+
+# By section: a feature, and what there is to know about it. Every feature is recorded by one test.
+FEATURES: dict[str, dict[str, str]] = {
+    "Sampling": {
+        "greedy": "",
+        "temperature and seed": "the same seed gives the same tokens",
+        "top_p": "",
+        "top_k": "",
+        "n > 1": "",
+        "presence_penalty": "drafts a chain",
+        "frequency_penalty": "drafts a chain",
+        "repetition_penalty": "drafts a chain",
+        "bad_words": "drafts a chain",
+        "allowed_token_ids": "up to 1,024; more are refused with HTTP 400",
+        "logit_bias": "HTTP 400",
+        "min_p": "HTTP 400",
+        "beam search": "",
+    },
+    "Ends of a request": {
+        "stop": "",
+        "include_stop_str_in_output": "",
+        "stop_token_ids": "with `min_tokens` up to 128, more are refused with HTTP 400",
+        "min_tokens": "",
+        "ignore_eos": "",
+        "max_tokens inside a path": "",
+        "repetition_detection": "",
+        "closed connection": "the request is aborted",
+    },
+    "Log-probabilities": {
+        "logprobs": "",
+        "top_logprobs": "",
+        "prompt_logprobs": "",
+        "logprob_token_ids": "",
+    },
+    "Prompts": {
+        "echo": "",
+        "several prompts": "",
+        "token ids as prompt": "",
+        "truncate_prompt_tokens": "",
+        "skip_special_tokens": "",
+    },
+    "Structured output": {
+        "json_object": "drafts a chain",
+        "json_schema": "drafts a chain",
+        "regex": "drafts a chain",
+        "choice": "drafts a chain",
+        "grammar": "drafts a chain",
+        "structured output with penalties": "drafts a chain",
+        "structured output with n > 1": "drafts a chain",
+        "structured output after reasoning": "the constraint starts after the end-of-thinking token",
+    },
+    "Chat": {
+        "chat": "",
+        "continue_final_message": "",
+        "reasoning": "",
+        "thinking_token_budget": "drafts a chain",
+        "usage": "",
+        "tool calls: auto": "",
+        "tool calls: required": "drafts a chain",
+        "tool calls: named": "drafts a chain",
+        "tool calls: none": "",
+        "tool calls: parallel": "",
+        "tool results": "",
+    },
+    "Other endpoints": {"/tokenize": "", "/v1/responses": ""},
+    "Engine": {
+        "backend xgrammar": "",
+        "backend guidance": "",
+        "prefix caching": "with `--prefix-cache-retention-interval` also at boundaries inside a reply",
+        "reset_prefix_cache": "",
+        "chunked prefill": "",
+        "async scheduling": "on and off",
+        "preemption": "",
+        "images": "`Qwen3_5ForConditionalGeneration`; positions with rows and columns (M-RoPE)",
+        "mixed batches": "prefill, chains, trees and sampling in one step",
+        "--max-model-len": "reached inside a tree",
+        "--max-num-seqs of 1": "",
+        "--max-num-seqs of 48": "",
+        "num_speculative_tokens_per_batch_size": "",
+        "--logprobs-mode": "`processed_logprobs` too",
+        "--tensor-parallel-size": "two processes on a CPU: the same trees on both",
+        "--pipeline-parallel-size": "",
+        "--data-parallel-size": "",
+        "--decode-context-parallel-size": "",
+        "--enable-lora": "",
+        "--enable-sleep-mode": "",
+        "--kv-transfer-config": "",
+        "--kv-cache-dtype fp8": "",
+        "--mamba-cache-mode all": "",
+        "--logits-processors": "",
+    },
+}
+
+_HEAD = """\
+# Compatibility
+
+What becomes of vLLM's features under draft trees. `make compatibility` writes this page from what
+the tests see; every test run checks the rows it comes by.
+
+*Same answer*: tests compare tokens, text, log-probabilities, finish reasons, usage and the joined
+deltas of streams with the same vLLM without speculation, float32 on a CPU. *Refused*: with the
+sentence that the client or the one who starts the server gets. *Drafts a chain*: what the
+target says at a node would depend on the order of rows, so such a request's tree has no branches;
+other requests of the batch keep theirs.
+"""
+
+
+class Compatibility:
+    """The document of this run."""
+
+    def __init__(self, write: bool) -> None:
+        self.write = write
+
+    def record(self, feature: str, found: str = SAME) -> None:
+        """Hold what was found against the document, or put it there."""
+        assert feature in features(), f"{feature!r} is not in FEATURES"
+        if self.write:
+            DOCUMENT.write_text(_page(_read() | {feature: found}), encoding="utf-8")
+            return
+        written = _read().get(feature)
+        assert written == found, (
+            f"docs/compatibility.md says of {feature!r}: {written!r}, but this run found {found!r}; "
+            "`make compatibility` writes the page anew"
+        )
+
+
+def features() -> list[str]:
+    """Every feature there is a row for."""
+    return [feature for section in FEATURES.values() for feature in section]
+
+
+def _page(rows: dict[str, str]) -> str:
+    parts = [_HEAD]
+    for section, entries in FEATURES.items():
+        lines = [
+            f"| {_cell(feature)} | {rows[feature]} | {note} |\n"
+            for feature, note in entries.items()
+            if feature in rows
+        ]
+        if lines:
+            parts += [f"\n## {section}\n\n| | found | |\n| --- | --- | --- |\n", *lines]
+    return "".join(parts)
+
+
+def _cell(feature: str) -> str:
+    return (
+        f"`{feature}`"
+        if re.fullmatch(r"[a-z]+(_[a-z]+)+|/[a-z0-9/]+|--[a-z0-9-]+( [a-z0-9]+)?", feature)
+        else feature
+    )
+
+
+def _read() -> dict[str, str]:
+    if not DOCUMENT.exists():
+        return {}
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| .*\|$", DOCUMENT.read_text(encoding="utf-8"), re.M)
+    return {feature.strip("`"): found for feature, found in rows if feature != "---"}

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random requests as clients send them: any mix of the parameters that a server with trees serves."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from api_cases import GRAMMAR, SCHEMA, TOOLS, Case
+
+from ddtree_vllm.smoke.prompts import PROMPTS
+
+MAX_TOKENS = (1, 2, 4, 7, 9, 12)
+FEATURE = "random"
+
+
+def random_case(rng: random.Random) -> Case:
+    """One request; ``rng`` may be hypothesis's, which then finds the simplest that fails."""
+    body: dict[str, Any] = {"max_tokens": rng.choice(MAX_TOKENS), **_sampling(rng)}
+    chat = rng.random() < 0.4
+    tools = chat and rng.random() < 0.3
+    if rng.random() < 0.3 and not tools:
+        body |= _constraint(rng)
+        body["max_tokens"] = 16
+    if rng.random() < 0.3:
+        body |= _end(rng)
+    text = _text(rng)
+    if chat:
+        body |= {
+            "messages": [{"role": "user", "content": text}],
+            "chat_template_kwargs": {"enable_thinking": rng.random() < 0.5},
+        }
+        if rng.random() < 0.3:
+            body |= {"logprobs": True, "top_logprobs": rng.randrange(4)}
+        if tools:
+            body |= {"tools": TOOLS, "tool_choice": rng.choice(["auto", "required", "none"])}
+            body["max_tokens"] = 20
+    else:
+        body |= {"prompt": text, "return_token_ids": True}
+        if rng.random() < 0.3:
+            body["logprobs"] = rng.randrange(4)
+        if rng.random() < 0.15:
+            body["echo"] = True
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    return Case(FEATURE, path, body, stream=rng.random() < 0.5)
+
+
+def _text(rng: random.Random) -> str:
+    text = rng.choice(PROMPTS)
+    start = rng.randrange(len(text) - 20)
+    return text[start : start + rng.randrange(4, 120)]
+
+
+def _sampling(rng: random.Random) -> dict[str, Any]:
+    if rng.random() < 0.5:
+        body: dict[str, Any] = {"temperature": 0}
+    else:
+        body = {"temperature": rng.choice([0.5, 0.8, 1.0, 1.5]), "seed": rng.randrange(1 << 31)}
+        if rng.random() < 0.4:
+            body["top_p"] = rng.choice([0.5, 0.9, 0.95])
+        if rng.random() < 0.4:
+            body["top_k"] = rng.choice([1, 5, 40])
+        if rng.random() < 0.2:
+            body["n"] = 2
+    if rng.random() < 0.3:
+        name = rng.choice(["presence_penalty", "frequency_penalty", "repetition_penalty"])
+        body[name] = rng.choice([0.7, 1.2, 1.8])
+    if rng.random() < 0.15:
+        body["bad_words"] = rng.sample(["self", " in", "return", "\n", " =", "def", "item"], 3)
+    if rng.random() < 0.1:
+        body["allowed_token_ids"] = sorted(rng.sample(range(2040), 300))
+    return body
+
+
+def _constraint(rng: random.Random) -> dict[str, Any]:
+    return rng.choice(
+        [
+            {"response_format": {"type": "json_object"}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "entry", "schema": SCHEMA},
+                }
+            },
+            {"structured_outputs": {"regex": "[a-z_]{2,9}\\([a-z]{0,4}\\)"}},
+            {"structured_outputs": {"choice": ["yes", "no", "not yet"]}},
+            {"structured_outputs": {"grammar": GRAMMAR}},
+        ]
+    )
+
+
+def _end(rng: random.Random) -> dict[str, Any]:
+    return rng.choice(
+        [
+            {"stop": rng.sample(["self", "(", "\n", "import", " ", ":"], 2)},
+            {"stop": [","], "include_stop_str_in_output": True},
+            {"stop_token_ids": rng.sample(range(2040), 100)},
+            {"stop_token_ids": rng.sample(range(2040), 100), "min_tokens": 1},
+            {"ignore_eos": True},
+        ]
+    )

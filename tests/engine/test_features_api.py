@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever a client sends works as it does without speculation, or is refused by name.
+
+Two real servers, one with trees, get the same requests over HTTP. The fast suite sends the first
+case of each feature, --slow all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import hypothesis
+import pytest
+from api_cases import MODEL, SCHEMA, Case, cases, completion
+from api_client import differences, send_all
+from compatibility import SAME
+from hypothesis import strategies
+from malformed import malformed
+from random_cases import random_case
+
+from ddtree_vllm.smoke.server import Server, counter, running_server
+
+READY_TIMEOUT_S = 600
+BUDGET = 15
+PROPERTY_S, SLOW_PROPERTY_S = 20, 600
+CASES = cases()
+FEATURES = list(dict.fromkeys(case.feature for case in CASES))
+
+
+@dataclass
+class Servers:
+    plain: Server
+    trees: Server
+
+
+@pytest.fixture(scope="module")
+def servers(demo_pair, tmp_path_factory):
+    target, drafter = demo_pair
+    logs = tmp_path_factory.mktemp("servers")
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str, *options: str) -> Server:
+            def command(port: int) -> list[str]:
+                return [
+                    *(sys.executable, "-m", "ddtree_vllm.cli", "serve", str(target), *options),
+                    *("--host", "127.0.0.1", "--port", str(port)),
+                    *("--served-model-name", MODEL, "--dtype", "float32"),
+                    *("--max-model-len", "512", "--max-num-seqs", "8"),
+                    *("--chat-template", str(Path(__file__).with_name("qwen_like.jinja"))),
+                    *("--reasoning-parser", "qwen3"),
+                    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+                ]
+
+            return stack.enter_context(running_server(command, logs / f"{name}.log"))
+
+        found = Servers(
+            start("plain", "--no-speculation"),
+            start("trees", "--drafter", str(drafter), "--budget", str(BUDGET)),
+        )
+        for server in (found.plain, found.trees):
+            server.wait_until_ready(READY_TIMEOUT_S, lambda: None)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def asked(request: pytest.FixtureRequest) -> list[tuple[Case, bool]]:
+    """Cases to send, and whether streamed."""
+    if request.config.getoption("--slow"):
+        return [(c, False) for c in CASES] + [(c, True) for c in CASES if c.stream]
+    return [(case, case.stream) for case in CASES if case.number == 1]
+
+
+def ask_both(
+    servers: Servers, asked: list[tuple[Case, bool]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The answers without speculation and those with trees."""
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(send_all, s.url, asked) for s in (servers.plain, servers.trees)]
+        plain, trees = (future.result() for future in both)
+    return plain, trees
+
+
+@pytest.fixture(scope="module")
+def answers(servers, asked) -> tuple[dict[str, Any], dict[str, Any]]:
+    return ask_both(servers, asked)
+
+
+def of_case(answers: dict[str, Any], case: Case) -> dict[str, Any]:
+    return {name: answers[name] for name in (case.name, case.name + " streamed") if name in answers}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_trees_answer_as_no_speculation_does(feature, asked, answers, compatibility) -> None:
+    plain, trees = answers
+    found = SAME
+    compared = 0
+    for case in {id(case): case for case, _ in asked if case.feature == feature}.values():
+        expected, got = of_case(plain, case), of_case(trees, case)
+        compared += len(expected)
+        assert {answer["http_status"] for answer in expected.values()} == {200}, expected
+        if case.refused is None:
+            assert not differences(expected, got)
+            continue
+        for answer in got.values():
+            assert answer["http_status"] == 400
+            assert case.refused in answer["error"]["message"]
+            found = f"refused: {answer['error']['message'].rstrip('.')}"
+    assert compared
+    compatibility.record(feature, found)
+
+
+@pytest.mark.slow
+def test_streamed_deltas_join_to_the_whole_answer(answers) -> None:
+    """Needs --slow, which sends a case whole too."""
+    _, trees = answers
+    for case in CASES:
+        if not case.stream or case.refused:
+            continue
+        whole, streamed = trees[case.name], trees[case.name + " streamed"]
+        for a, b in zip(whole["choices"], streamed["choices"], strict=True):
+            message = a.get("message", a)
+            for key in ("text", "content", "reasoning"):
+                assert (message.get(key) or "") == (b.get(key) or ""), (case.name, key)
+            assert a["finish_reason"] == b["finish_reason"], case.name
+
+
+def test_metrics_of_trees_agree_with_those_of_vllm(servers, answers) -> None:
+    text = httpx.get(f"{servers.trees.url}/metrics", timeout=60).text
+    # vLLM leaves out the last step of a request whose stop string ended it meanwhile.
+    accepted = counter(text, "vllm:spec_decode_num_accepted_tokens_total")
+    ours = counter(text, "ddtree:accepted_nodes_total")
+    assert 50 < accepted <= ours <= 1.05 * accepted
+    for depth in range(1, BUDGET + 1):
+        at_depth = rf'ddtree:accepted_nodes_total{{depth="{depth}"}} '
+        [line] = [line for line in text.splitlines() if line.startswith(at_depth)]
+        theirs = sum(
+            float(line.rpartition(" ")[2])
+            for line in text.splitlines()
+            if line.startswith("vllm:spec_decode_num_accepted_tokens_per_pos_total{")
+            and f'position="{depth - 1}"' in line
+        )
+        assert theirs <= float(line.removeprefix(at_depth)) <= theirs + ours - accepted
+    verifications = counter(text, "ddtree:verifications_total")
+    drafted = counter(text, "ddtree:drafted_nodes_total")
+    assert 0 < verifications <= 1.05 * counter(text, "vllm:spec_decode_num_drafts_total")
+    assert verifications <= drafted <= verifications * BUDGET
+    assert 0 < counter(text, "ddtree:branch_wins_total") < ours
+    assert counter(text, "ddtree:budget_nodes") == BUDGET
+    assert 0 < counter(text, "ddtree:budget_in_use_nodes") <= BUDGET
+    assert counter(text, "ddtree:acceptance_length_tokens_sum") == verifications + ours
+    assert "ddtree:" not in httpx.get(f"{servers.plain.url}/metrics", timeout=60).text
+
+
+def test_constrained_requests_take_fewer_steps_than_tokens(servers) -> None:
+    """Their trees are chains; that still has to give more than no speculation would."""
+    constraints = [
+        {"structured_outputs": {"regex": "[a-z_A-Z0-9 ().,:=\n]{30,90}"}},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"response_format": {"type": "json_object"}},
+    ]
+    before = acceptance(servers.trees)
+    send = [
+        (completion("structured output", i, max_tokens=24, **constraint), False)
+        for i, constraint in enumerate(constraints)
+    ]
+    for number, (case, _) in enumerate(send):
+        object.__setattr__(case, "number", number)
+    send_all(servers.trees.url, send)
+    after = acceptance(servers.trees)
+    tokens, verifications = (b - a for a, b in zip(before, after, strict=True))
+    print(f"{tokens / verifications:.2f} tokens per verification of a constrained request")
+    assert tokens / verifications > 1.2
+
+
+def acceptance(server: Server) -> tuple[float, float]:
+    """Tokens that verifications gave, and verifications."""
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    name = "ddtree:acceptance_length_tokens"
+    return counter(text, f"{name}_sum"), counter(text, f"{name}_count")
+
+
+def running(server: Server) -> float:
+    return counter(httpx.get(f"{server.url}/metrics", timeout=60).text, "vllm:num_requests_running")
+
+
+def test_a_closed_connection_ends_its_request(servers, answers, compatibility) -> None:
+    body = {"model": MODEL, "prompt": "def push(", "max_tokens": 400, "ignore_eos": True}
+    with httpx.stream(
+        "POST", f"{servers.trees.url}/v1/completions", json=body | {"stream": True}, timeout=120
+    ) as stream:
+        next(stream.iter_lines())
+        assert running(servers.trees) == 1
+    deadline = time.monotonic() + 60
+    while running(servers.trees):
+        assert time.monotonic() < deadline, "the request goes on without its client"
+        time.sleep(0.5)
+    compatibility.record("closed connection")
+
+
+def test_the_server_refuses_what_is_malformed_and_goes_on(servers) -> None:
+    greedy = {"model": MODEL, "prompt": "def push(", "max_tokens": 5, "temperature": 0}
+    with httpx.Client(base_url=servers.trees.url, timeout=120) as client:
+        before = client.post("/v1/completions", json=greedy).json()["choices"]
+        for name, request in malformed().items():
+            answer = client.post(**request)
+            assert 400 <= answer.status_code < 500, (name, answer.status_code, answer.text[:500])
+            # FastAPI itself answers what is not JSON at all, with "detail".
+            assert {"error", "detail"} & answer.json().keys(), (name, answer.text[:500])
+            assert client.get("/health").status_code == 200, name
+        assert client.post("/v1/completions", json=greedy).json()["choices"] == before
+
+
+def assert_batch_is_the_same(servers: Servers, batch: list[Case]) -> None:
+    for number, case in enumerate(batch):
+        object.__setattr__(case, "number", number)
+    plain, trees = ask_both(servers, [(case, case.stream) for case in batch])
+    statuses = {answer["http_status"] for answer in plain.values()}
+    assert statuses <= {200, 400}, plain
+    found = differences(plain, trees)
+    assert not found, (found, [case.body for case in batch])
+
+
+def test_any_mix_of_parameters_gives_the_same_answers(servers, seed, request) -> None:
+    """Random batches for a fixed time; hypothesis reports the simplest one that fails."""
+    seconds = SLOW_PROPERTY_S if request.config.getoption("--slow") else PROPERTY_S
+    deadline = time.monotonic() + seconds
+    batches = 0
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(max_examples=400, deadline=None, database=None)
+    @hypothesis.given(strategies.randoms(use_true_random=False), strategies.integers(1, 6))
+    def batch_is_the_same(rng: random.Random, size: int) -> None:
+        nonlocal batches
+        batch = [random_case(rng) for _ in range(size)]
+        if time.monotonic() < deadline:
+            assert_batch_is_the_same(servers, batch)
+            batches += 1
+
+    batch_is_the_same()
+    assert batches
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * 3600)
+def test_five_hundred_requests_as_clients_send_them(servers) -> None:
+    rng = random.Random(500)
+    for _ in range(20):
+        assert_batch_is_the_same(servers, [random_case(rng) for _ in range(25)])
