@@ -109,11 +109,11 @@ class Lab:
     ) -> subprocess.CompletedProcess[str]:
         return self._bash("ssh", str(number), command, timeout=timeout)
 
-    def wait_until_booted(self) -> None:
-        self._lab("wait", str(self.count), timeout=120)
+    def wait_until_booted(self, within: float = 120) -> None:
+        self._lab("wait", str(self.count), timeout=within)
 
     def reboot(self, *numbers: int, within: float = 120) -> None:
-        """Reboots hosts at the same time, and waits until they are up again."""
+        """Reboots hosts at the same time, and waits until all that starts with them has."""
         before = {number: self._boot(number) for number in numbers}
         for number in numbers:
             self.try_run(number, "systemctl reboot")
@@ -121,7 +121,7 @@ class Lab:
         while any(self._boot(number) in (boot, "") for number, boot in before.items()):
             assert time.monotonic() < end, f"not rebooted within {within} s: {numbers}"
             time.sleep(0.1)
-        self.wait_until_booted()
+        self.wait_until_booted(within)
 
     def _boot(self, number: int) -> str:
         """Identifies a host's boot; empty while it does not answer."""
