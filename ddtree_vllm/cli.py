@@ -32,6 +32,9 @@ SERVE_USAGE = """ddtree-vllm serve MODEL --drafter DRAFTER --budget N [options] 
 
 # vLLM would take most of the machine's memory for the KV cache, as it does on a GPU.
 CPU_KV_CACHE_BYTES = 1 << 30
+# vLLM's own default on a large GPU is 256 or more. What a step's tree rows leave to the commit is
+# reserved for that many requests, 2.4 MB a row on Qwen3.6-27B, and is missing in the cache.
+GPU_MAX_NUM_SEQS = 64
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,6 +136,8 @@ def _serve(arguments: list[str], debug: bool) -> int:
     variables = environment.engine_variables(device)
     if device == "cpu" and not _sets_kv_cache_memory([*given, *in_file]):
         options += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
+    if device == "cuda" and config is not None and not _gives("--max-num-seqs", [*given, *in_file]):
+        options += ["--max-num-seqs", str(GPU_MAX_NUM_SEQS)]
     print(_announcement(model, options, variables, config, device), flush=True)
     os.environ.update(variables)
     if device == "cpu":
@@ -249,10 +254,15 @@ def _check_checkpoints(
             )
 
 
+def _gives(name: str, given: Sequence[str]) -> bool:
+    return any(option.partition("=")[0].replace("_", "-") == name for option in given)
+
+
 def _sets_kv_cache_memory(given: Sequence[str]) -> bool:
-    names = {option.partition("=")[0].replace("_", "-") for option in given}
-    by_option = {"--kv-cache-memory-bytes", "--gpu-memory-utilization"} & names
-    return bool(by_option) or bool(os.environ.get("VLLM_CPU_KVCACHE_SPACE"))
+    by_option = _gives("--kv-cache-memory-bytes", given) or _gives(
+        "--gpu-memory-utilization", given
+    )
+    return by_option or bool(os.environ.get("VLLM_CPU_KVCACHE_SPACE"))
 
 
 def _announcement(

@@ -232,7 +232,11 @@ def vllm_options(
         if KEY in additional:
             raise ValueError('--additional-config has an entry "ddtree", but nothing is drafted')
     else:
-        wanted = {"method": "dflash", "model": drafter, "num_speculative_tokens": config.budget}
+        wanted: dict[str, Any] = {
+            "method": "dflash",
+            "model": drafter,
+            "num_speculative_tokens": config.budget,
+        }
         if budgets:
             ends = [start - 1 for start, _ in budgets[1:]] + [budgets[-1][0]]
             wanted["num_speculative_tokens_per_batch_size"] = [

@@ -14,7 +14,6 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
@@ -27,6 +26,7 @@ from ddtree_vllm.attention.metadata import TREE_ATTRIBUTE
 from ddtree_vllm.cache.compact import KVCacheTable, compact_accepted_kv
 from ddtree_vllm.config import DDTreeConfig
 from ddtree_vllm.engine.positions import to_depth_positions
+from ddtree_vllm.engine.rows import max_tree_rows
 from ddtree_vllm.engine.step import TreeStep
 from ddtree_vllm.engine.tree_sampler import TreeRejectionSampler
 from ddtree_vllm.gdn.layer import TreeVerification, allocate_stash
@@ -268,22 +268,3 @@ def drafter_block_size(hf_config: Any) -> int:
             "whose config says how many tokens it predicts in one pass"
         )
     return int(block_size)
-
-
-def max_tree_rows(vllm_config: VllmConfig) -> int:
-    """The most tree rows one step can hold: what the stash of the recurrent layers is sized by.
-
-    With a budget per batch size, a batch carries the drafts it was given at its size one step ago,
-    and every request that joined since at most its root.
-    """
-    scheduler = vllm_config.scheduler_config
-    most = scheduler.max_num_seqs
-    budget = vllm_config.num_speculative_tokens
-    schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
-    if schedule:
-        # vLLM's own reading: the last entry goes on, and so does one before a gap.
-        budgets = build_dynamic_sd_schedule_lookup(schedule, most, budget)
-        rows = most + max(n * (budgets[n] + 1) for n in range(1, most + 1))
-    else:
-        rows = most * (budget + 1)
-    return min(rows, scheduler.max_num_batched_tokens)

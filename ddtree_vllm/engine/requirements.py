@@ -4,13 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from ddtree_vllm.config import DDTreeConfig
+from ddtree_vllm.engine.rows import max_tree_rows
+from ddtree_vllm.gdn.stash import Stash
 
 SUPPORTED_ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 MAX_BUDGET = 127
+# What the attention and Gated DeltaNet kernels are written for.
+HEAD_SIZES = (16, 32, 64, 128, 256)
+RECURRENT_HEAD_SIZES = (64, 128)
+# bfloat16 on the matrix units, and FlashAttention: Ampere and later.
+OLDEST_GPU = (8, 0)
 
 
 class UnsupportedConfigurationError(ValueError):
@@ -92,3 +101,45 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"mamba cache mode {cache.mamba_cache_mode!r}; use 'align', or 'none' without prefix caching"
     if model.quantization is not None and model.quantization not in ("fp8",):
         yield f"quantization {model.quantization!r}; it has not been checked with trees"
+    yield from _kernel_reasons(model.hf_text_config)
+    if current_platform.is_cuda():
+        yield from _gpu_reasons(vllm_config)
+
+
+def _kernel_reasons(text: Any) -> Iterator[str]:
+    """Head sizes that no kernel covers."""
+    head_dim = getattr(text, "head_dim", None)
+    if head_dim is not None and head_dim not in HEAD_SIZES:
+        yield f"attention heads of {head_dim}; the kernels cover {', '.join(map(str, HEAD_SIZES))}"
+    for name, what in (("linear_key_head_dim", "key"), ("linear_value_head_dim", "value")):
+        size = getattr(text, name, None)
+        if size is not None and size not in RECURRENT_HEAD_SIZES:
+            yield f"Gated DeltaNet {what} heads of {size}; the kernels cover 64 and 128"
+
+
+def _gpu_reasons(vllm_config: VllmConfig) -> Iterator[str]:
+    """A GPU too old, or too small for what a step's rows leave behind."""
+    capability = current_platform.get_device_capability()
+    if capability is not None and tuple(capability) < OLDEST_GPU:
+        yield (
+            f"a GPU of compute capability {capability.as_version_str()}; the kernels need 8.0, "
+            "Ampere, or later"
+        )
+    rows, text = max_tree_rows(vllm_config), vllm_config.model_config.hf_text_config
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    stash = rows * Stash.bytes_per_row(
+        sum(kind == "linear_attention" for kind in text.layer_types),
+        text.linear_num_key_heads // ranks,
+        text.linear_num_value_heads // ranks,
+        text.linear_key_head_dim,
+        text.linear_value_head_dim,
+        vllm_config.model_config.dtype,
+    )
+    memory = current_platform.get_device_total_memory()
+    room = memory * vllm_config.cache_config.gpu_memory_utilization
+    # Beside it go the weights and the caches: half is more than any sensible engine gives.
+    if stash > room / 2:
+        yield (
+            f"{stash / 1e9:.1f} GB for what {rows:,} tree rows of a step leave to the commit, on a GPU "
+            f"of {memory / 1e9:.0f} GB; lower --max-num-seqs or --budget"
+        )

@@ -141,6 +141,25 @@ def test_an_automatic_budget_follows_the_size_of_the_batch(target, drafter, star
     assert additional == {"ddtree": {"budget": 63}}
 
 
+def test_on_a_stand_in_gpu_rows_are_reserved_for_64_requests_unless_given(
+    target, drafter, started, monkeypatch
+):
+    monkeypatch.setattr(cli, "_device", lambda: "cuda")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    model = ["serve", f"{target}", "--drafter", f"{drafter}", "--budget", "7"]
+    for given, values in (
+        ([], ["64"]),
+        (["--max-num-seqs", "8"], ["8"]),
+        (["--max_num_seqs=8"], []),
+    ):
+        assert cli.main([*model, *given]) == 0
+        options = started.pop()
+        found = [options[i + 1] for i, name in enumerate(options) if name == "--max-num-seqs"]
+        assert found == values
+    assert cli.main(["serve", f"{target}", "--no-speculation"]) == 0
+    assert "--max-num-seqs" not in started.pop()
+
+
 def test_a_static_tree_sets_the_budget(target, drafter, started, tmp_path):
     file = tmp_path / "tree.json"
     file.write_text("[[0], [0, 0], [1]]")

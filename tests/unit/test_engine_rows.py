@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tree rows a step can hold: what the stash is sized by."""
+"""How many tree rows a step can hold, and what is refused before weights load because of it."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from ddtree_vllm.engine.model_state import max_tree_rows
+from ddtree_vllm.engine import requirements
+from ddtree_vllm.engine.rows import max_tree_rows
 
 
 def config(most: int, budget: int, schedule=None, tokens: int = 8192):
@@ -34,3 +36,63 @@ def test_the_stash_holds_the_largest_batch_of_every_budget(schedule, rows) -> No
 
 def test_no_step_has_more_rows_than_tokens() -> None:
     assert max_tree_rows(config(256, 63, tokens=2048)) == 2048
+
+
+class StandInGpu:
+    """What vLLM's platform says of a GPU that is not there."""
+
+    def __init__(self, capability=(9, 0), gigabytes=150) -> None:
+        from vllm.platforms.interface import DeviceCapability
+
+        self.capability = DeviceCapability(*capability)
+        self.gigabytes = gigabytes
+
+    def get_device_capability(self):
+        return self.capability
+
+    def get_device_total_memory(self):
+        return int(self.gigabytes * 1e9)
+
+
+def big_model(most: int, budget: int, tokens: int):
+    """The 27B shape: 48 recurrent layers, 2.4 MB a row."""
+    made = config(most, budget, tokens=tokens)
+    text = SimpleNamespace(
+        layer_types=["linear_attention"] * 48 + ["full_attention"] * 16,
+        linear_num_key_heads=16,
+        linear_num_value_heads=48,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    )
+    made.model_config = SimpleNamespace(hf_text_config=text, dtype=torch.bfloat16)
+    made.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+    made.cache_config = SimpleNamespace(gpu_memory_utilization=0.92)
+    return made
+
+
+def test_a_stand_in_gpu_too_small_for_the_stash_is_refused_with_both_sizes(monkeypatch) -> None:
+    monkeypatch.setattr(requirements, "current_platform", StandInGpu(gigabytes=24))
+    [reason] = requirements._gpu_reasons(big_model(256, 63, tokens=16384))
+    assert "39.0 GB" in reason
+    assert "a GPU of 24 GB" in reason
+    assert "--max-num-seqs or --budget" in reason
+    assert not list(requirements._gpu_reasons(big_model(16, 15, tokens=16384)))
+
+
+def test_a_stand_in_gpu_older_than_ampere_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(requirements, "current_platform", StandInGpu(capability=(7, 5)))
+    [reason] = requirements._gpu_reasons(big_model(4, 15, tokens=2048))
+    assert "compute capability 7.5" in reason
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"head_dim": 96}, "attention heads of 96"),
+        ({"linear_key_head_dim": 96}, "key heads of 96"),
+        ({"linear_value_head_dim": 256}, "value heads of 256"),
+    ],
+)
+def test_head_sizes_without_a_kernel_are_refused(sizes, reason) -> None:
+    [told] = requirements._kernel_reasons(SimpleNamespace(**sizes))
+    assert reason in told

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tree rows a step can hold."""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+
+def max_tree_rows(vllm_config: VllmConfig) -> int:
+    """The most tree rows one step can hold: what the stash of the recurrent layers is sized by.
+
+    With a budget per batch size, a batch carries the drafts it was given at its size one step ago,
+    and every request that joined since at most its root.
+    """
+    scheduler = vllm_config.scheduler_config
+    most = scheduler.max_num_seqs
+    budget = vllm_config.num_speculative_tokens
+    schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+    if schedule:
+        # vLLM's own reading: the last entry goes on, and so does one before a gap.
+        budgets = build_dynamic_sd_schedule_lookup(schedule, most, budget)
+        rows = most + max(n * (budgets[n] + 1) for n in range(1, most + 1))
+    else:
+        rows = most * (budget + 1)
+    return min(rows, scheduler.max_num_batched_tokens)
