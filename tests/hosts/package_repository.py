@@ -69,9 +69,11 @@ class PackageRepository:
             text = text.replace(f"Filename: {where}/", "Filename: ./")
             release, name = pool, "Packages"
         else:
-            release = pool
-            name = f"{packages_at}/Packages"
-            text = text.replace(f"Filename: {where}/", f"Filename: {where.partition('/')[2]}/")
+            release, name = pool, f"{packages_at}/Packages"
+            # Relative to the folder that holds dists/.
+            text = text.replace(
+                f"Filename: {where}/", f"Filename: {where[where.index('dists/') :]}/"
+            )
         packages = release / name
         packages.parent.mkdir(parents=True, exist_ok=True)
         packages.write_text(text)

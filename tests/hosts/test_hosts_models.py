@@ -151,6 +151,7 @@ def test_the_token_is_in_no_log_argument_or_file(lab, hub, models):
 
 
 def test_a_second_run_changes_nothing_and_asks_nobody(lab, hub, models):
+    hub.start()
     assert changed(models()) > 0  # the engine
     hub.start()
     assert changed(models()) == 0
