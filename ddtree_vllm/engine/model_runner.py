@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from ddtree_vllm.engine.requirements import check_supported
 from ddtree_vllm.engine.speculator import DDTreeSpeculator
-from ddtree_vllm.engine.tree_metrics import FILE_VARIABLE, TreeCounters, counting
+from ddtree_vllm.engine.tree_metrics import FILE_VARIABLE, TreeCounters
 
 
 class _TreeRunner:
@@ -31,9 +33,25 @@ class _TreeRunner:
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        if not isinstance(self.speculator, DDTreeSpeculator):
+        if not isinstance(output, AsyncOutput) or not isinstance(self.speculator, DDTreeSpeculator):
             return output
-        return counting(output, self._counters, self.speculator.budget)
+        # One column more than tokens can fill: see tree_sampler.py. A step without drafts has one.
+        if output.sampled_token_ids.shape[1] != self.speculator.budget + 2:
+            return output
+        return _CountingOutput(output, self._counters)
+
+
+class _CountingOutput(AsyncModelRunnerOutput):
+    """A step's output that also counts its walks, once they have reached the host."""
+
+    def __init__(self, output: AsyncOutput, counters: TreeCounters) -> None:
+        self._output = output
+        self._counters = counters
+
+    def get_output(self) -> ModelRunnerOutput:
+        result = self._output.get_output()
+        self._counters.count(self._output.sampled_token_ids[:, -1].tolist())
+        return result
 
 
 class DDTreeModelRunner(_TreeRunner, GPUModelRunner):

@@ -159,23 +159,3 @@ def _publish() -> None:
 def _remove(path: str, creator: int) -> None:
     if os.getpid() == creator:
         Path(path).unlink(missing_ok=True)
-
-
-def counting(output: Any, counters: TreeCounters, budget: int) -> Any:
-    """A step's output that also counts its walks, at the moment it has reached the host."""
-    from vllm.v1.outputs import AsyncModelRunnerOutput
-
-    if not isinstance(output, AsyncModelRunnerOutput):
-        return output
-    sampled: np.ndarray | None = getattr(output, "sampled_token_ids", None)
-    if sampled is None or sampled.shape[1] != budget + 2:  # a step that verified nothing
-        return output
-    tallies = sampled[:, -1]
-
-    class CountingOutput(AsyncModelRunnerOutput):
-        def get_output(self) -> Any:
-            result = output.get_output()
-            counters.count(tallies.tolist())
-            return result
-
-    return CountingOutput()
