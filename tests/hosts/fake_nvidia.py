@@ -85,6 +85,9 @@ def install(lab: Lab, number: int, machine: Machine) -> None:
     for package in _packages(lab.folder / "nvidia-packages"):
         shutil.copy(package, packages)
     lab.run(number, "dpkg --install /root/packages/*.deb && rm -r /root/packages && ldconfig")
+    # As their packages do; on a host without NVSwitches an operator has turned the latter off.
+    manager = "nvidia-fabricmanager" if machine.nvswitch else ""
+    lab.run(number, f"systemctl enable --quiet nvidia-persistenced {manager}")
 
 
 def remove(lab: Lab, number: int) -> None:

@@ -58,6 +58,7 @@ class Hosts:
 def hosts(lab):
     fake_nvidia.install(lab, SWITCHED, fake_nvidia.NVSWITCH)
     fake_nvidia.install(lab, PAIRS, fake_nvidia.PCIE_PAIRS)
+    lab.run(PAIRS, "systemctl enable nvidia-fabricmanager.service")  # where it cannot start
     made = Hosts(lab)
     assert changed(made.play()) > 0
     yield made
