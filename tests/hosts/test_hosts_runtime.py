@@ -239,10 +239,10 @@ def test_a_docker_that_is_there_is_kept_and_its_logs_are_capped(docker_lab):
     assert changed(play()) == 0
     docker_lab.run(
         NODE,
-        "tar -cf - -T /dev/null | docker import - empty >/dev/null && docker create --name c empty x",
+        "tar -cf - -T /dev/null | docker import - empty >/dev/null && docker create --name capped empty x",
     )
     logs = json.loads(
-        docker_lab.run(NODE, "docker inspect --format '{{json .HostConfig.LogConfig}}' c")
+        docker_lab.run(NODE, "docker inspect --format '{{json .HostConfig.LogConfig}}' capped")
     )
     assert logs == {"Type": "json-file", "Config": {"max-size": "50m", "max-file": "3"}}
     assert "a=b" in docker_lab.run(NODE, "docker info --format '{{.Labels}}'")
