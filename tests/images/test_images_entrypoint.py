@@ -167,7 +167,9 @@ int cuDeviceGetCount(int *count) { *count = COUNT; return 0; }
         (12345, 0, "error 12345): look at nvidia-smi"),
     ],
 )
-def test_cuda_is_tried_before_weights_with_a_mock_driver(tmp_path, init, count, sentence):
+def test_cuda_is_tried_before_weights_with_a_mock_driver(
+    tmp_path, monkeypatch, init, count, sentence
+):
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler for the stand-in of libcuda")
@@ -179,6 +181,14 @@ def test_cuda_is_tried_before_weights_with_a_mock_driver(tmp_path, init, count, 
     said = checks.probe_cuda(str(library))
     assert sentence in said
     assert bool(said) == bool(sentence)
+    # In a process of its own, as before a start.
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    if sentence:
+        with pytest.raises(ContainerError) as refused:
+            checks.check_cuda()
+        assert sentence in str(refused.value)
+    else:
+        checks.check_cuda()
 
 
 def test_without_a_driver_the_container_toolkit_is_named(monkeypatch):

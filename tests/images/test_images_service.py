@@ -161,8 +161,11 @@ def test_an_upgrade_and_its_way_back_break_no_stream(deployment):
     print(seen, errors)
     assert seen["broken"] == []
     assert seen["finished"] >= 3
-    journal = lab.journal(1, UNIT, lines=4000)
-    assert journal.count("SIGTERM: requests in flight have 240 s to finish") >= 2
+    # vLLM logs a traceback for each request that it turns away: too much to carry over.
+    drained = (
+        f"journalctl --unit={UNIT} --output=cat | grep -c 'SIGTERM: requests in flight have 240 s'"
+    )
+    assert int(lab.run(1, drained)) == 2
 
 
 def test_a_hung_engine_is_killed_with_its_container(deployment):

@@ -9,11 +9,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import MutableMapping
+from pathlib import Path
 
 from . import ContainerError
 
 SHM_LEAST = 1 << 30
 CUDA_TIMEOUT_S = 60
+_PROBE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from ddtree_container.checks import probe_cuda
+problem = probe_cuda()
+print(problem)
+sys.exit(1 if problem else 0)
+"""
 # Answers of cuInit and cuDeviceGetCount.
 CUDA_REMEDIES = {
     3: "the driver is not initialised; look at dmesg on the host",
@@ -110,7 +119,7 @@ def check_cuda() -> None:
         )
     try:
         probe = subprocess.run(
-            [sys.executable, "-IS", __file__],
+            [sys.executable, "-IS", "-c", _PROBE, str(Path(__file__).parents[1])],
             check=False,
             capture_output=True,
             text=True,
@@ -144,9 +153,3 @@ def probe_cuda(library: str = "libcuda.so.1") -> str:
         return ""
     remedy = CUDA_REMEDIES.get(code, "look at nvidia-smi and dmesg on the host")
     return f"CUDA does not initialise (error {code}): {remedy}"
-
-
-if __name__ == "__main__":
-    problem = probe_cuda()
-    print(problem)
-    sys.exit(1 if problem else 0)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is built: labels, SBOM, users and size; the GPU image on a stand-in of vLLM's own image.
+
+The stand-in has the layout of vLLM's image (Python's packages for the whole system, pip) and vLLM's metadata
+without vLLM: every command of the GPU image that can run without a GPU runs on it.
+"""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, base_image, buildah, make_image
+
+from ddtree_vllm import SUPPORTED_VLLM, __version__
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(3600)]
+
+STAND_IN = """
+ARG BASE
+FROM ${BASE}
+ARG VLLM
+RUN apt-get update -q && apt-get install -qy --no-install-recommends python3-pip \\
+ && rm -rf /var/lib/apt/lists/*
+COPY constraints/cpu.txt /tmp/
+# Debian guards its own folder; /usr/local is where vLLM's image has packages too.
+RUN --mount=type=secret,id=ca-certificates \\
+    if [ -s /run/secrets/ca-certificates ]; then export PIP_CERT=/run/secrets/ca-certificates; fi \\
+ && grep -E '^(pydantic|pydantic_core|annotated-types|typing-inspection|typing_extensions|safetensors)==' \\
+      /tmp/cpu.txt >/tmp/some.txt \\
+ && python3 -m pip install -q --no-deps --break-system-packages -r /tmp/some.txt \\
+ && rm /usr/lib/python3*/EXTERNALLY-MANAGED \\
+ && d=$(echo /usr/local/lib/python3*/dist-packages)/vllm-$VLLM.dist-info && mkdir "$d" \\
+ && printf 'Metadata-Version: 2.1\\nName: vllm\\nVersion: %s\\n' "$VLLM" >"$d/METADATA"
+ENTRYPOINT ["vllm", "serve"]
+"""
+
+
+class Image:
+    """A container of an image, for commands as its user would run them."""
+
+    def __init__(self, tag):
+        self.tag = tag
+        self.container = buildah("from", "--pull-never", tag)
+
+    def run(self, *words, user="10001", **variables):
+        options = [o for n, v in variables.items() for o in ("--env", f"{n}={v}")]
+        return subprocess.run(
+            [
+                "buildah",
+                "run",
+                "--isolation",
+                "chroot",
+                "--user",
+                user,
+                *options,
+                self.container,
+                "--",
+                *words,
+            ],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def config(self):
+        return json.loads(buildah("inspect", "--type", "image", self.tag))["Docker"]
+
+    def size(self):
+        """Bytes of all files."""
+        root = buildah("mount", self.container)
+        done = subprocess.run(
+            ["du", "-sxb", root], check=True, capture_output=True, text=True, timeout=300
+        )
+        return int(done.stdout.split()[0])
+
+    def remove(self):
+        buildah("rm", self.container)
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory):
+    """Builds the stand-in with some version of vLLM's metadata."""
+
+    def build(vllm):
+        file = tmp_path_factory.mktemp("stand-in") / "Containerfile"
+        file.write_text(STAND_IN)
+        tag = f"localhost/ddtree-test-vllm:{vllm}"
+        call = ["bud", "--layers", "--isolation", "chroot", "--format", "docker", "--tag", tag]
+        call += ["--build-arg", f"BASE={base_image()}", "--build-arg", f"VLLM={vllm}"]
+        certificates = Path("/etc/ssl/certs/ca-certificates.crt")
+        if certificates.exists():
+            call += ["--secret", f"id=ca-certificates,src={certificates}"]
+        buildah(*call, "--file", str(file), str(ROOT))
+        return tag
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def gpu(stand_in):
+    base = stand_in(SUPPORTED_VLLM)
+    make_image("gpu", BASE=base, BUILDER=base_image())
+    image = Image("ddtree-vllm:gpu")
+    yield image, base
+    image.remove()
+
+
+def test_the_gpu_image_adds_less_than_100_mb(gpu):
+    image, base = gpu
+    below = Image(base)
+    try:
+        added = image.size() - below.size()
+    finally:
+        below.remove()
+    print(f"{added / 1e6:.1f} MB over the base")
+    assert 0 < added < 100e6
+
+
+def test_the_gpu_image_is_labelled_and_starts_as_a_user(gpu):
+    config = gpu[0].config()["config"]
+    labels = config["Labels"]
+    assert labels["org.opencontainers.image.version"] == __version__
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", labels["org.opencontainers.image.revision"])
+    assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
+    assert labels["ddtree.vllm"] == SUPPORTED_VLLM
+    assert labels["ddtree.device"] == "cuda"
+    assert config["User"] == "10001:10001"
+    assert config["Entrypoint"] == ["/opt/ddtree/bin/ddtree-entrypoint"]
+    assert not config.get("Cmd")
+    assert config["Healthcheck"]["Test"][-1] == "healthcheck"
+    assert "/var/cache/ddtree" in config["Volumes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["ddtree-vllm", "--version"], 0, f"ddtree-vllm {__version__}"),
+        (["ddtree-topology", "--help"], 0, "usage: ddtree-topology"),
+        (["ddtree-health", "--checks", "ready"], 1, "nothing listens on port 8000"),
+        (["/opt/ddtree/bin/ddtree-entrypoint", "--help"], 0, "DDTREE_MODEL"),
+        (["/opt/ddtree/bin/ddtree-entrypoint"], 2, "DDTREE_MODEL is missing"),
+        (["/opt/ddtree/bin/ddtree-entrypoint", "healthcheck"], 1, "DDTREE_MODEL is missing"),
+        (["/opt/ddtree/bin/ddtree-entrypoint", "doctor"], 1, "no NVIDIA GPU is visible"),
+        (
+            ["/opt/ddtree/bin/ddtree-entrypoint", "serve", "/m", "--drafter", "/d"],
+            2,
+            "the container has no libcuda.so.1: run it with the NVIDIA container toolkit",
+        ),
+    ],
+)
+@pytest.mark.parametrize("user", ["10001", "12345"])
+def test_commands_of_the_gpu_image_without_a_gpu(gpu, words, code, said, user):
+    # A volume that one user has filled is another's to read alone.
+    home = f"/tmp/{user}"
+    done = gpu[0].run(*words, user=user, HOME=home, XDG_CACHE_HOME=f"{home}/cache")
+    assert said in done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_base_with_another_vllm_is_no_base(stand_in):
+    with pytest.raises(AssertionError, match=r"works with vLLM 0\.32\.0 and with no other version"):
+        make_image("gpu", BASE=stand_in("0.31.0"), BUILDER=base_image(), TAG="ddtree-vllm:wrong")
+
+
+def test_the_bill_of_materials_names_what_is_inside(gpu):
+    bom = json.loads((ROOT / f"build/images/ddtree-vllm-{__version__}-gpu.cdx.json").read_text())
+    assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.5")
+    assert bom["metadata"]["component"] == {
+        "type": "container",
+        "name": "ddtree-vllm",
+        "version": f"{__version__}-gpu",
+    }
+    known = {part["purl"] for part in bom["components"]}
+    assert f"pkg:pypi/ddtree-vllm@{__version__}" in known
+    assert f"pkg:pypi/vllm@{SUPPORTED_VLLM}" in known
+    [python] = [p for p in known if p.startswith("pkg:deb/debian/python3-minimal@")]
+    assert python.endswith("?arch=amd64")
+    assert len(known) == len(bom["components"]) > 80
+
+
+def test_the_cpu_image_holds_the_pinned_packages(archive):
+    """Built by `make image`, whose bill of materials lies beside; not with an archive from elsewhere."""
+    file = ROOT / f"build/images/ddtree-vllm-{__version__}-cpu.cdx.json"
+    if not file.exists():
+        pytest.skip("DDTREE_IMAGE_ARCHIVE names an image whose bill of materials is not here")
+    parts = {p["name"]: p["version"] for p in json.loads(file.read_text())["components"]}
+    pins = re.findall(
+        r"^([^#\s]+?)==(\S+)", (ROOT / "constraints/cpu.txt").read_text(), re.MULTILINE
+    )
+    absent = {"six"}  # of Python 3.12
+    for name, version in pins:
+        plain = re.sub(r"[-_.]+", "-", name).lower()
+        if plain not in absent:
+            assert parts.get(plain) == version, name
+    assert not {"torchaudio", "torchcodec", "pip"} & {*parts}

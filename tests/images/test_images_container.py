@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image in Docker, without Ansible: what it refuses, and that it serves and drains as any user."""
+
+import json
+import time
+
+import pytest
+from conftest import ROOT
+
+pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.timeout(2400)]
+
+READY_S = 900  # 30 s on two idle cores; shared ones take longer
+HARDENED = "--read-only --cap-drop ALL --security-opt no-new-privileges"
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "sentence"),
+    [
+        ("", "--budget 999", "budget"),
+        ("", "--no-such-option", "no-such-option"),
+        ("", "Qwen/Qwen3.6-27B", "is no command of this image"),
+        ("-e DDTREE_BUGDET=3", "", "did you mean DDTREE_BUDGET?"),
+        ("-e DDTREE_MODEL=/models/target", "", "the drafter is missing: set DDTREE_DRAFTER"),
+        ("-e DDTREE_API_KEY_FILE=/nothing", "", "DDTREE_API_KEY_FILE=/nothing cannot be read"),
+        ("--shm-size 64m", "--tensor-parallel-size 2", "/dev/shm has 64 MiB"),
+        ("-v /root/empty:/var/cache/ddtree:ro", "", "HOME=/var/cache/ddtree cannot be written"),
+        (
+            "-v /root/broken.py:/opt/ddtree/venv/lib/python3.11/site-packages/ddtree_vllm/plugin.py:ro",
+            "",
+            "the plugin does not load, and vLLM would serve without it: ImportError",
+        ),
+    ],
+)
+def test_what_cannot_be_served_ends_in_a_sentence_and_exit_code_2(loaded, options, words, sentence):
+    loaded.run(
+        1, "mkdir -p /root/empty; echo 'raise ImportError(\"no such thing\")' >/root/broken.py"
+    )
+    done = loaded.try_run(1, f"docker run --rm {HARDENED} {options} ddtree-vllm:cpu {words}", 600)
+    assert sentence in done.stdout + done.stderr, done.stdout + done.stderr
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_doctor_is_content_as_any_user(loaded):
+    call = f"docker run --rm {HARDENED} --user 12345:12345 ddtree-vllm:cpu doctor --json"
+    report = json.loads(loaded.run(1, call, 600))
+    assert report["ok"] is True
+    assert report["plugin"] == {"registered": True, "loads": True}
+
+
+def test_any_user_serves_and_a_stop_drains(loaded):
+    lab = loaded
+    lab.put(1, ROOT / "tests/images/streaming_client.py")
+    lab.run(
+        1,
+        f"docker run --detach --name any --user 12345 {HARDENED} --publish 8001:9000 "
+        "-e DDTREE_PORT=9000 -e DDTREE_SHUTDOWN_TIMEOUT=300 ddtree-vllm:cpu --no-speculation",
+    )
+    try:
+        end = time.monotonic() + READY_S
+        while lab.try_run(1, "curl -sf http://127.0.0.1:8001/health").returncode != 0:
+            look = lab.inspect("any")["State"]
+            assert look["Running"], lab.try_run(1, "docker logs any").stderr[-3000:]
+            assert time.monotonic() < end, "not ready"
+            time.sleep(1)
+        lab.run(1, "rm -f /root/stop; (sleep 2; touch /root/stop) & true")
+        # One stream, stopped under way.
+        done = lab.run(
+            1,
+            "python3 /root/streaming_client.py 127.0.0.1 8001 /root/stop >/root/seen & sleep 4; "
+            "docker stop --time 320 any >/dev/null; wait; cat /root/seen",
+            400,
+        )
+        assert json.loads(done) == {"finished": 1, "turned away": 0, "broken": []}
+        state = lab.inspect("any")["State"]
+        assert state["ExitCode"] == 0
+        logs = lab.try_run(1, "docker logs any 2>&1").stdout
+        assert "SIGTERM: requests in flight have 300 s to finish" in logs
+        assert "no speculation" in logs
+    finally:
+        lab.try_run(1, "docker rm --force --volumes any")
