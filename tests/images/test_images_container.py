@@ -11,6 +11,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.timeout(2400)]
 
 READY_S = 900  # 30 s on two idle cores; shared ones take longer
 HARDENED = "--read-only --cap-drop ALL --security-opt no-new-privileges"
+PACKAGE = "/opt/ddtree/venv/lib/python3.11/site-packages/ddtree_vllm"
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,8 @@ HARDENED = "--read-only --cap-drop ALL --security-opt no-new-privileges"
         ("--shm-size 64m", "--tensor-parallel-size 2", "/dev/shm has 64 MiB"),
         ("-v /root/empty:/var/cache/ddtree:ro", "", "HOME=/var/cache/ddtree cannot be written"),
         (
-            "-v /root/broken.py:/opt/ddtree/venv/lib/python3.11/site-packages/ddtree_vllm/plugin.py:ro",
+            # Its byte code does not look at the source.
+            f"-v /root/broken.py:{PACKAGE}/plugin.py:ro --tmpfs {PACKAGE}/__pycache__",
             "",
             "the plugin does not load, and vLLM would serve without it: ImportError",
         ),
