@@ -76,6 +76,10 @@ def joined(chunks: Sequence[dict]) -> dict[str, Any]:
         if "error" in chunk:
             errors.append(chunk["error"])
         usage = chunk.get("usage") or usage
+        if usage:
+            # vLLM's streaming parser counts reasoning tokens by the chunks they came in, which
+            # depend on time: the same request twice may give two numbers.
+            usage.pop("completion_tokens_details", None)
         for part in chunk.get("choices", ()):
             choice = choices.setdefault(part["index"], {})
             for key, value in part.items():

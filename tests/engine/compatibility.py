@@ -69,7 +69,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "continue_final_message": "",
         "reasoning": "",
         "thinking_token_budget": "drafts a chain",
-        "usage": "",
+        "usage": "but for a stream's `reasoning_tokens`, which vLLM counts by chunks and time",
         "tool calls: auto": "",
         "tool calls: required": "drafts a chain",
         "tool calls: named": "drafts a chain",

@@ -169,14 +169,20 @@ def random_prompts(rng: random.Random, lengths: list[int], vocab: int) -> list[l
     return [[rng.randrange(4, vocab) for _ in range(length)] for length in lengths]
 
 
-def greedy_continuation(target: Path, prompt: list[int], length: int) -> list[int]:
-    """What the target says next, by Hugging Face's model in float32."""
+def greedy_continuation(
+    target: Path, prompt: list[int], length: int, allowed: list[int] | None = None
+) -> list[int]:
+    """What the target says next, of ``allowed`` tokens, by Hugging Face's model in float32."""
     import torch
 
     tokens = list(prompt)
     for _ in range(length):
         with torch.inference_mode():
-            tokens.append(int(_hugging_face(target)(torch.tensor([tokens])).logits[0, -1].argmax()))
+            logits = _hugging_face(target)(torch.tensor([tokens])).logits[0, -1]
+        if allowed is None:
+            tokens.append(int(logits.argmax()))
+        else:
+            tokens.append(allowed[int(logits[allowed].argmax())])
     return tokens[len(prompt) :]
 
 

@@ -28,7 +28,7 @@ from random_cases import random_case
 
 from ddtree_vllm.smoke.server import Server, counter, running_server
 
-READY_TIMEOUT_S = 600
+READY_TIMEOUT_S = 900
 BUDGET = 15
 PROPERTY_S, SLOW_PROPERTY_S = 20, 600
 CASES = cases()

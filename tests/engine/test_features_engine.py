@@ -9,10 +9,11 @@ grammar leaves, and the end of thinking lies inside accepted paths.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Job, Result, random_prompts, run
+from harness import Job, Result, greedy_continuation, random_prompts, run
 from prompts import source_prompts
 from tiny_pair import END_OF_THINKING_TOKEN, EOS_TOKEN, THINK_TOKEN, VOCAB
 from tiny_vision_pair import IMAGE, VISION_END, VISION_START, write_tiny_vision_pair
@@ -33,7 +34,7 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
 }
 
 
-def constrained() -> list[dict]:
+def constrained(target: Path) -> list[dict]:
     """Every kind of constraint, greedy and sampled, with and without thinking before it."""
     rng = random.Random(31)
     requests = []
@@ -46,17 +47,15 @@ def constrained() -> list[dict]:
             # Without a thought in the prompt the reasoning parser takes all that follows for one.
             closed = [*prompt, THINK_TOKEN, END_OF_THINKING_TOKEN]
             requests.append({"prompt": closed, "params": params, "at_step": i})
-    for i in range(4):
-        # Five digits, the end of thinking and, later on, the end of text: any may come next.
+    for i, prompt in enumerate(prompts_that_end_thinking(target, 3, rng)):
         thinking = {
             "max_tokens": 24,
             "min_tokens": 9,
             "structured_outputs": {"regex": "[0-4]{4,6}"},
-            "temperature": 2.0,
-            "seed": 50 + i,
-            "allowed_token_ids": [EOS_TOKEN, END_OF_THINKING_TOKEN, *DIGITS[:5]],
+            "temperature": 0.0,
+            "allowed_token_ids": THOUGHTS,
         }
-        requests.append({"prompt": [8, 30, 12, THINK_TOKEN], "params": thinking, "at_step": i})
+        requests.append({"prompt": prompt, "params": thinking, "at_step": i})
     # What is not constrained shares the batch.
     requests.append(
         {
@@ -65,6 +64,23 @@ def constrained() -> list[dict]:
         }
     )
     return requests
+
+
+# Five digits, the end of thinking and, once min_tokens are there, the end of text.
+THOUGHTS = [EOS_TOKEN, END_OF_THINKING_TOKEN, *DIGITS[:5]]
+
+
+def prompts_that_end_thinking(target: Path, count: int, rng: random.Random) -> list[list[int]]:
+    """Prompts after which the target, left those tokens, ends thinking at the 2nd to 8th."""
+    found: list[list[int]] = []
+    while len(found) < count:
+        [prompt] = random_prompts(rng, [5], VOCAB)
+        prompt = [t for t in prompt if t not in (THINK_TOKEN, END_OF_THINKING_TOKEN)]
+        prompt.append(THINK_TOKEN)
+        thought = greedy_continuation(target, prompt, 8, THOUGHTS[1:])
+        if END_OF_THINKING_TOKEN in thought[1:]:
+            found.append(prompt)
+    return found
 
 
 def structured_engine(backend: str) -> dict[str, Any]:
@@ -103,35 +119,44 @@ SINGLE = {
     "prefix_cache_retention_interval": 128,
     "logprobs_mode": "processed_logprobs",
 }
-JOBS = {
-    "xgrammar": [
-        Job(constrained(), engine=structured_engine("xgrammar")),
-        Job(constrained(), budget=15, engine=structured_engine("xgrammar")),
-        Job(
-            constrained(),
-            budget=15,
-            engine=structured_engine("xgrammar") | {"async_scheduling": True},
-        ),
-    ],
-    "guidance": [
-        Job(constrained(), engine=structured_engine("guidance")),
-        Job(constrained(), budget=15, engine=structured_engine("guidance")),
-    ],
-    "one sequence": [
-        Job(one_after_another(), engine=SINGLE),
-        Job(one_after_another(), budget=15, engine=SINGLE),
-    ],
-    "many sequences": [
-        Job(many_at_once(), engine={"max_num_seqs": 48}),
-        Job(many_at_once(), budget=7, engine={"max_num_seqs": 48}),
-    ],
-}
+
+
+def jobs_by_name(target: Path) -> dict[str, list[Job]]:
+    structured = constrained(target)
+    return {
+        "xgrammar": [
+            Job(structured, engine=structured_engine("xgrammar")),
+            Job(structured, budget=15, engine=structured_engine("xgrammar")),
+            Job(
+                structured,
+                budget=15,
+                engine=structured_engine("xgrammar") | {"async_scheduling": True},
+            ),
+        ],
+        "guidance": [
+            Job(structured, engine=structured_engine("guidance")),
+            Job(structured, budget=15, engine=structured_engine("guidance")),
+        ],
+        "one sequence": [
+            Job(one_after_another(), engine=SINGLE),
+            Job(one_after_another(), budget=15, engine=SINGLE),
+        ],
+        "many sequences": [
+            Job(many_at_once(), engine={"max_num_seqs": 48}),
+            Job(many_at_once(), budget=7, engine={"max_num_seqs": 48}),
+        ],
+    }
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_pair) -> dict[str, list[Result]]:
-    results = iter(run(tiny_pair, [job for jobs in JOBS.values() for job in jobs]))
-    return {name: [next(results) for _ in jobs] for name, jobs in JOBS.items()}
+def jobs(tiny_pair) -> dict[str, list[Job]]:
+    return jobs_by_name(tiny_pair[0])
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_pair, jobs) -> dict[str, list[Result]]:
+    results = iter(run(tiny_pair, [job for group in jobs.values() for job in group]))
+    return {name: [next(results) for _ in group] for name, group in jobs.items()}
 
 
 def assert_same(plain: Result, trees: Result) -> None:
@@ -141,10 +166,10 @@ def assert_same(plain: Result, trees: Result) -> None:
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
-def test_constrained_output_is_that_without_speculation(backend, runs, compatibility) -> None:
+def test_constrained_output_is_that_without_speculation(backend, jobs, runs, compatibility) -> None:
     plain, trees, *ahead = runs[backend]
     thought = 0
-    for request, output in zip(JOBS[backend][0].requests, plain.outputs, strict=True):
+    for request, output in zip(jobs[backend][0].requests, plain.outputs, strict=True):
         if request["prompt"][-1] == THINK_TOKEN and END_OF_THINKING_TOKEN in output["token_ids"]:
             thought += 1
     assert thought >= 2, "no thinking ended, so no constraint began after one"
