@@ -65,12 +65,11 @@ def test_any_user_serves_and_a_stop_drains(loaded):
             assert look["Running"], lab.try_run(1, "docker logs any").stderr[-3000:]
             assert time.monotonic() < end, "not ready"
             time.sleep(1)
-        lab.run(1, "rm -f /root/stop; (sleep 2; touch /root/stop) & true")
-        # One stream, stopped under way.
+        # One stream, under way when the container is stopped.
         done = lab.run(
             1,
-            "python3 /root/streaming_client.py 127.0.0.1 8001 /root/stop >/root/seen & sleep 4; "
-            "docker stop --time 320 any >/dev/null; wait; cat /root/seen",
+            "rm -f /root/stop; python3 /root/streaming_client.py 127.0.0.1 8001 /root/stop >/root/seen & "
+            "sleep 3; touch /root/stop; docker stop --time 320 any >/dev/null; wait; cat /root/seen",
             400,
         )
         assert json.loads(done) == {"finished": 1, "turned away": 0, "broken": []}
