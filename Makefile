@@ -43,8 +43,8 @@ wheels: setup ## the two wheels that a host's venv is made of, in build/wheels
 	@ls build/wheels
 
 .PHONY: compatibility
-compatibility: setup ## write docs/compatibility.md from what the tests find (some 10 minutes)
-	@$(PY) -m pytest tests/engine -k 'features or batches or prefix' --write-compatibility $(ARGS)
+compatibility: setup ## write docs/compatibility.md from what the tests find (half an hour)
+	@$(PY) -m pytest tests/engine -k 'features or batches or prefix' --slow --write-compatibility $(ARGS)
 
 .PHONY: image
 image: ## build the image with docker, podman or buildah (IMAGE=cpu|gpu; images/build.sh names the variables)

@@ -17,7 +17,7 @@ from ddtree_vllm.smoke.prompts import PROMPTS
 MODEL = "demo"
 TOKENS = 8
 # Long enough that a constrained text ends by itself.
-CONSTRAINED_TOKENS = 26
+CONSTRAINED_TOKENS = 20
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _sampling() -> list[Case]:
         sampled("top_p", 2, top_p=0.7),
         sampled("top_k", 3, top_k=5),
         sampled("top_k", 4, top_k=12, top_p=0.9, temperature=1.4),
-        sampled("n > 1", 5, n=3, stream=True),
+        sampled("n > 1", 5, n=2, stream=True),
         completion("n > 1", 6, n=2),
         completion("presence_penalty", 0, presence_penalty=1.2),
         sampled("presence_penalty", 1, presence_penalty=-0.8),
@@ -132,7 +132,7 @@ def _ends() -> list[Case]:
         ),
         completion("stop_token_ids", 2, stop_token_ids=list(range(300, 1190, 7))),
         completion("stop_token_ids", 5, stop_token_ids=list(range(300, 900, 6)), stream=True),
-        completion("min_tokens", 0, stop_token_ids=list(range(256, 780, 5)), min_tokens=9),
+        completion("min_tokens", 0, stop_token_ids=list(range(256, 780, 5)), min_tokens=5),
         completion("min_tokens", 3, min_tokens=12, max_tokens=24),
         completion("ignore_eos", 3, ignore_eos=True, max_tokens=24),
         *(completion("max_tokens inside a path", 0, max_tokens=n) for n in (6, 1, 2, 3, 5, 8, 11)),
@@ -225,7 +225,7 @@ def _constrained() -> list[Case]:
             "structured output with n > 1",
             6,
             structured_outputs={"regex": "[a-z]{5,14}\\.py"},
-            n=3,
+            n=2,
             **seeded,
         ),
         chat(

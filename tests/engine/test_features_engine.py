@@ -148,9 +148,15 @@ def jobs_by_name(target: Path) -> dict[str, list[Job]]:
     }
 
 
+SLOW = ("guidance", "many sequences")
+
+
 @pytest.fixture(scope="module")
-def jobs(tiny_pair) -> dict[str, list[Job]]:
-    return jobs_by_name(tiny_pair[0])
+def jobs(tiny_pair, request: pytest.FixtureRequest) -> dict[str, list[Job]]:
+    found = jobs_by_name(tiny_pair[0])
+    if request.config.getoption("--slow"):
+        return found
+    return {name: group for name, group in found.items() if name not in SLOW}
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +171,7 @@ def assert_same(plain: Result, trees: Result) -> None:
             assert got[key] == expected[key], (number, key)
 
 
-@pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
+@pytest.mark.parametrize("backend", ["xgrammar", pytest.param("guidance", marks=pytest.mark.slow)])
 def test_constrained_output_is_that_without_speculation(backend, jobs, runs, compatibility) -> None:
     plain, trees, *ahead = runs[backend]
     thought = 0
@@ -197,6 +203,7 @@ def test_processed_logprobs_are_those_after_penalties_and_top_k(runs, compatibil
     compatibility.record("--logprobs-mode")
 
 
+@pytest.mark.slow
 def test_many_sequences_at_once(runs, compatibility) -> None:
     assert_same(*runs["many sequences"])
     compatibility.record("--max-num-seqs of 48")
