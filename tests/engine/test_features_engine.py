@@ -184,6 +184,37 @@ def test_constrained_output_is_that_without_speculation(backend, jobs, runs, com
     compatibility.record(f"backend {backend}")
 
 
+# What the demo target would write anyway, so that branches of a tree would be accepted often.
+NAMES_AND_CALLS = r"[a-z_A-Z0-9 ().,:=\n]{10,16}"
+
+
+def constrained_source(target: Path) -> list[dict]:
+    prompts = source_prompts(target, 8, random.Random(36), 40)
+    requests = []
+    for i, prompt in enumerate(prompts):
+        request = greedy(prompt, 14)
+        request["params"] |= {
+            "structured_outputs": {"regex": NAMES_AND_CALLS},
+            "ignore_eos": False,
+        }
+        if i % 2:
+            request["params"] |= {"temperature": 0.7, "seed": i}
+        requests.append(request)
+    return requests
+
+
+def test_a_constraint_follows_the_path_and_not_the_rows(demo_pair) -> None:
+    """Were such a tree not a chain, its rows would be masked by what other branches say."""
+    requests = constrained_source(demo_pair[0])
+    options = {"skip_tokenizer_init": False}
+    plain, trees = run(
+        demo_pair, [Job(requests, engine=options), Job(requests, budget=15, engine=options)]
+    )
+    assert_same(plain, trees)
+    print(f"{trees.tokens_per_step:.2f} tokens per verification of a constrained request")
+    assert trees.tokens_per_step > 1.2
+
+
 def test_one_sequence_at_a_time_and_an_emptied_prefix_cache(runs, compatibility) -> None:
     plain, trees = runs["one sequence"]
     assert_same(plain, trees)
