@@ -30,6 +30,8 @@ if not HAS_CUDA:
     # Read by Triton when a kernel is decorated, so it has to be set before the first kernel module.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# An engine in this process would pin all its threads, and every child's, to the first core.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # The interpreter's products are small: a second thread costs more than it brings.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
