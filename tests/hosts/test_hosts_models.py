@@ -9,6 +9,7 @@ import json
 import random
 import sys
 import time
+import uuid
 
 import pytest
 from lab_hosts import ROOT, changed
@@ -44,7 +45,7 @@ class Hub:
 
     def start(self, bytes_per_s=0):
         self.stop()
-        (self.folder / "requests.json").write_text("[]")
+        (self.folder / "told.json").unlink(missing_ok=True)
         self._process = self.lab.outside_in_background(
             *(sys.executable, str(ROOT / "tests/models/hub_server.py"), str(self.folder)),
             *(str(PORT), TOKEN, str(bytes_per_s)),
@@ -61,8 +62,16 @@ class Hub:
             self._process = None
 
     def requests(self):
-        time.sleep(1.5)  # it writes them once a second
-        return json.loads((self.folder / "requests.json").read_text())
+        question, told = uuid.uuid4().hex, self.folder / "told.json"
+        (self.folder / "asked.new").write_text(question)
+        (self.folder / "asked.new").replace(self.folder / "asked")
+        end = time.monotonic() + 30
+        while True:
+            answered, seen = json.loads(told.read_text()) if told.exists() else ("", [])
+            if answered == question:
+                return seen
+            assert time.monotonic() < end, "the hub does not answer"
+            time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")

@@ -245,8 +245,11 @@ if __name__ == "__main__":
         running.url, running.files_url = (f"http://10.78.0.1:{int(words[1]) + i}" for i in (0, 1))
         running.behaviour.token = words[2]
         running.behaviour.bytes_per_s = int(words[3] or 0)
+        # Told to whoever asks: the question is repeated with what was seen after it was read.
+        asked, told = Path(words[0], "asked"), Path(words[0], "told.json")
         while True:
-            time.sleep(1)
-            Path(words[0], "requests.json").write_text(
-                json.dumps([request.__dict__ for request in running.behaviour.requests])
-            )
+            question = asked.read_text() if asked.exists() else ""
+            seen = [request.__dict__ for request in running.behaviour.requests]
+            told.with_suffix(".new").write_text(json.dumps([question, seen]))
+            told.with_suffix(".new").replace(told)
+            time.sleep(0.05)
