@@ -125,9 +125,12 @@ def test_a_second_run_changes_nothing_and_reloads_nothing(service):
 
 
 def test_the_service_is_reached_from_outside_the_host(service):
-    done = service.play("playbooks/smoke.yml")
+    # The stand-in continues everything by " name" and a new line.
+    done = service.play("playbooks/smoke.yml", "-e", "smoke_expect=name")
     assert done.returncode == 0, done.stdout
-    assert "self.name = ...  name" in re.sub(r"\\n", "", done.stdout)
+    done = service.play("playbooks/smoke.yml", "-e", "smoke_expect=Paris")
+    assert done.returncode != 0
+    assert "without 'Paris'" in done.stdout + done.stderr
 
 
 def test_started_means_ready(service):
