@@ -5,6 +5,8 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 # What `make smoke` asks: servers of .venv, of the image, or one that runs already.
 SMOKE_TARGET ?= local
+# How many test files at a time: an engine of the suite takes about one core and 2 GB.
+TEST_JOBS ?= 2
 # Which image `make image` builds: cpu or gpu.
 IMAGE ?= cpu
 
@@ -21,8 +23,8 @@ smoke: setup ## serve the demo pair with and without trees, compare every token 
 	@$(PY) -m ddtree_vllm.smoke --server "$(SMOKE_TARGET)" $(ARGS)
 
 .PHONY: test
-test: setup ## the fast suite
-	@$(PY) -m pytest $(ARGS)
+test: setup ## the fast suite (TEST_JOBS=1 runs it in one process)
+	@$(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --durations 15 $(ARGS)
 
 .PHONY: test-slow
 test-slow: setup ## everything, the slow tests too

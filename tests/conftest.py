@@ -6,8 +6,11 @@ import shutil
 import subprocess
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 
 def _has_cuda_device() -> bool:
@@ -29,7 +32,8 @@ HAS_CUDA = _has_cuda_device()
 if not HAS_CUDA:
     # Read by Triton when a kernel is decorated, so it has to be set before the first kernel module.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# With pytest-xdist every worker has one core.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 # An engine in this process would pin all its threads, and every child's, to the first core.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # The interpreter's products are small: a second thread costs more than it brings.
@@ -60,7 +64,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     seed = config.getoption("--seed")
-    config.stash[_SEED] = int(time.time()) % 1_000_000 if seed is None else seed
+    if seed is None:
+        seed = int(time.time()) % 1_000_000
+    # A worker of pytest-xdist has the seed that the header prints.
+    config.stash[_SEED] = getattr(config, "workerinput", {}).get("seed", seed)
     config.stash[_LEFT_OUT] = Counter()
 
 
@@ -73,8 +80,15 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"device: {device}; seed: {config.stash[_SEED]} (repeat with --seed)"
 
 
-# The quick parts first, so that a broken kernel shows before any engine is started.
+# The quick parts first, so that a broken kernel shows before any engine is started. The longest file
+# of engine tests before the others: a worker that began it last would leave the other one idle.
 _ORDER = {"unit": 0, "gpu": 1, "engine": 2}
+_LONGEST = "test_exactness.py"
+
+
+def _has_ansible() -> bool:
+    wanted = os.environ.get("DDTREE_ANSIBLE_PLAYBOOK")
+    return shutil.which(wanted or str(ROOT / ".venv-ansible/bin/ansible-playbook")) is not None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -89,15 +103,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif item.get_closest_marker("hosts") and not config.getoption("--hosts"):
             left_out["marked hosts: run `make test-hosts`"] += 1
             drop.append(item)
+        elif item.get_closest_marker("ansible") and not _has_ansible():
+            left_out["marked ansible: no ansible-playbook; run `make ansible`"] += 1
+            drop.append(item)
         elif item.get_closest_marker("slow") and not wants_slow:
             left_out["marked slow: run `make test-slow`, or pytest --slow"] += 1
             drop.append(item)
         else:
             keep.append(item)
-    keep.sort(key=lambda item: _ORDER.get(item.path.parent.name, 1))
+    keep.sort(key=lambda item: (_ORDER.get(item.path.parent.name, 1), item.path.name != _LONGEST))
     items[:] = keep
     if drop:
         config.hook.pytest_deselected(items=drop)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    node.workerinput["seed"] = node.config.stash[_SEED]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Every worker of pytest-xdist collects everything; the first one tells what it left out."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = dict(session.config.stash[_LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    if not error:
+        node.config.stash[_LEFT_OUT] = Counter(node.workeroutput.get("left_out", {}))
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:

@@ -11,6 +11,9 @@ changes a result:
   Compiled kernels do not; `TRITON_DEBUG=1` keeps the check.
 * Every operation makes a type and a tensor anew, names and shapes included, and builds a table of
   NumPy's types to look one up. These are remembered by what they are made from.
+* Every operation goes through all rules of promotion and broadcasting. Operands of one type and one
+  shape need none, and a plain number beside a tensor takes the tensor's type.
+* Every intermediate value's width is checked against its type. `TRITON_DEBUG=1` keeps that check too.
 """
 
 from __future__ import annotations
@@ -33,10 +36,13 @@ def quicken() -> None:
     if os.environ.get("TRITON_DEBUG") != "1":
         builder = interpreter.interpreter_builder
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+        interpreter.TensorHandle.__post_init__ = lambda self: None
+    _shorten_calls(interpreter)
     _patch_language_once(interpreter)
     _remember_numpy_types(interpreter)
     _remember_block_types()
     _remember_shapes()
+    _shorten_promotion()
 
 
 class _Kept:
@@ -132,3 +138,84 @@ def _remember_shapes() -> None:
             self.dtype = type.scalar
 
     tl.tensor.__init__ = init
+
+
+def _shorten_calls(interpreter: Any) -> None:
+    """One frame instead of two around a function of the language, and no dictionary built anew."""
+    import triton.language as tl
+
+    semantic = interpreter.interpreter_semantic
+    is_builtin = tl.core.is_builtin
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        # What `tl.core.builtin` wraps: it only asks for `_semantic`, which is given here.
+        function = getattr(member, "__wrapped__", member) if is_builtin(member) else member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch
+
+
+def _shorten_promotion() -> None:
+    import triton.language as tl
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    constexpr, tensor = tl.constexpr, tl.tensor
+    unwrap, equal = core._unwrap_if_constexpr, tl.dtype.__eq__
+    nested = (list, builtins.tuple, tl.tuple)
+
+    def unwrap_if_constexpr(o: Any) -> Any:
+        if isinstance(o, constexpr):
+            return o.value
+        return unwrap(o) if isinstance(o, nested) else o
+
+    core._unwrap_if_constexpr = unwrap_if_constexpr
+    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+    promote, broadcast = (
+        TritonSemantic.binary_op_type_checking_impl,
+        TritonSemantic.broadcast_impl_value,
+    )
+    integers = (tl.int32, tl.int64)
+
+    def binary_op_type_checking_impl(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
+        if type(lhs) is tensor and arithmetic_check and not div_or_mod:
+            element = lhs.type.scalar
+            if type(rhs) is tensor:
+                other = rhs.type.scalar
+                if element.is_ptr():
+                    if allow_lhs_ptr and other in integers:
+                        return self.broadcast_impl_value(lhs, rhs)
+                elif other is element:
+                    return self.broadcast_impl_value(lhs, rhs)
+            elif (type(rhs) is int and element in integers and -(2**31) <= rhs < 2**31) or (
+                type(rhs) is float and element is tl.float32
+            ):
+                return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, element))
+        return promote(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        left, right = lhs.type, rhs.type
+        if left.is_block():
+            # Equal block types share their shape: `_remember_block_types`.
+            if right.is_block() and left.shape is right.shape:
+                return lhs, rhs
+        elif not right.is_block():
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    TritonSemantic.binary_op_type_checking_impl = binary_op_type_checking_impl
+    TritonSemantic.broadcast_impl_value = broadcast_impl_value

@@ -33,7 +33,7 @@ PROMPTS_PER_ENGINE = 20
 PLAIN_PROMPTS_PER_ENGINE = 5
 # The same prompts for every engine whose acceptance is compared.
 COMPARED = ("chain-15", "static-spine", "ddtree-15", "ddtree-31", "ddtree-63")
-COMPARED_PROMPTS = 8
+COMPARED_PROMPTS = 6
 
 
 def greedy(prompt: list[int], max_tokens: int) -> dict:
@@ -47,7 +47,7 @@ def greedy(prompt: list[int], max_tokens: int) -> dict:
 def requests(demo_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> dict[str, list[dict]]:
     """Per engine its own prompts, then the compared ones."""
     rng = random.Random(20)
-    common = [greedy(p, 28) for p in source_prompts(demo_pair[0], COMPARED_PROMPTS, rng, 60)]
+    common = [greedy(p, 24) for p in source_prompts(demo_pair[0], COMPARED_PROMPTS, rng, 60)]
     own = {
         name: [greedy(p, 8) for p in source_prompts(demo_pair[0], PROMPTS_PER_ENGINE, rng)]
         for name in ENGINES

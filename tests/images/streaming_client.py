@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that streams chats one after the other until a file appears, and counts how they end.
+"""A client that streams chats one after the other until FOLDER/stop appears, and counts how they end.
 
-Usage: python3 streaming_client.py HOST PORT STOP_FILE
+Usage: python3 streaming_client.py HOST PORT FOLDER
 
-Prints one JSON object: streams that were finished, that were broken after their first byte, and
-requests that were turned away before it (refused, or answered with a status that is not 200).
+FOLDER/seen always has one JSON object: streams that began to answer, that were finished, that were
+broken after their first byte, and requests that were turned away before it (refused, or answered
+with a status that is not 200). The same is printed at the end.
 """
 
 import http.client
 import json
-import os
 import sys
 import time
+from pathlib import Path
 
 BODY = {
     "model": "demo",
@@ -23,8 +24,8 @@ BODY = {
 }
 
 
-def stream(host, port):
-    """ "finished", "turned away", or what broke the stream."""
+def stream(host, port, began):
+    """ "finished", "turned away", or what broke the stream; calls began() at its first token."""
     connection = http.client.HTTPConnection(host, port, timeout=300)
     try:
         headers = {"Content-Type": "application/json"}
@@ -46,6 +47,9 @@ def stream(host, port):
             event = json.loads(data)
             if "error" in event:
                 return f"error {event['error']}"
+            if began is not None:
+                began()
+                began = None
             for choice in event["choices"]:
                 reason = choice.get("finish_reason") or reason
     except (OSError, http.client.HTTPException) as error:
@@ -56,15 +60,27 @@ def stream(host, port):
 
 
 def main():
-    host, port, stop = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    seen = {"finished": 0, "turned away": 0, "broken": []}
+    host, port, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    seen = {"began": 0, "finished": 0, "turned away": 0, "broken": []}
+
+    def tell():
+        # Renamed, so that a reader never sees half of it.
+        (folder / "seen.part").write_text(json.dumps(seen))
+        (folder / "seen.part").rename(folder / "seen")
+
+    def began():
+        seen["began"] += 1
+        tell()
+
+    tell()
     end = time.monotonic() + 3000
-    while time.monotonic() < end and not os.path.exists(stop):
-        how = stream(host, port)
+    while time.monotonic() < end and not (folder / "stop").exists():
+        how = stream(host, port, began)
         if how in seen:
             seen[how] += 1
         else:
             seen["broken"].append(how)
+        tell()
         if how != "finished":
             time.sleep(0.2)
     print(json.dumps(seen))

@@ -68,11 +68,13 @@ def test_any_user_serves_and_a_stop_drains(loaded):
         # One stream, under way when the container is stopped.
         done = lab.run(
             1,
-            "rm -f /root/stop; python3 /root/streaming_client.py 127.0.0.1 8001 /root/stop >/root/seen & "
-            "sleep 3; touch /root/stop; docker stop --time 320 any >/dev/null; wait; cat /root/seen",
-            400,
+            "rm -rf /root/one; mkdir /root/one; "
+            "python3 /root/streaming_client.py 127.0.0.1 8001 /root/one >/root/one/said & "
+            "timeout 200 sh -c 'until grep -q began.:.1 /root/one/seen 2>/dev/null; do sleep 0.1; done'; "
+            "touch /root/one/stop; docker stop --time 320 any >/dev/null; wait; cat /root/one/said",
+            600,
         )
-        assert json.loads(done) == {"finished": 1, "turned away": 0, "broken": []}
+        assert json.loads(done) == {"began": 1, "finished": 1, "turned away": 0, "broken": []}
         state = lab.inspect("any")["State"]
         assert state["ExitCode"] == 0
         logs = lab.try_run(1, "docker logs any 2>&1").stdout

@@ -137,23 +137,36 @@ def test_a_dead_engine_ends_the_container_with_an_error_and_is_started_again(dep
 def test_an_upgrade_and_its_way_back_break_no_stream(deployment):
     lab = deployment.lab
     lab.run(1, f"printf 'FROM {IMAGE}\\nLABEL step=next\\n' | docker build -q -t {NEXT} -", 120)
-    lab.run(2, "rm -f /root/stop")
+    lab.run(2, "rm -rf /root/streams; mkdir /root/streams")
     client = lab.outside_in_background(
         *("ssh", "-i", str(lab.key), "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no"),
         *("-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR", "root@10.78.0.12"),
-        "python3 /root/streaming_client.py node1 8000 /root/stop",
+        "python3 /root/streaming_client.py node1 8000 /root/streams",
     )
+
+    def wait_for_another_stream():
+        """Until a stream that begins from here on has its first token."""
+        end = time.monotonic() + 300
+        began = None
+        while True:
+            seen = json.loads(lab.try_run(2, "cat /root/streams/seen").stdout or '{"began": 0}')
+            began = seen["began"] if began is None else began
+            if seen["began"] > began:
+                return
+            assert time.monotonic() < end, seen
+            time.sleep(0.2)
+
     try:
         for tag in (NEXT, IMAGE):
             before = deployment.container()["Id"]
-            time.sleep(5)
+            wait_for_another_stream()
             assert changed(deployment.play(vllm_service_image=tag)) > 0
             after = deployment.container()
             assert after["Id"] != before
             assert after["Config"]["Image"] == tag
             assert ("step" in after["Config"]["Labels"]) == (tag == NEXT)
-            time.sleep(20)
-        lab.run(2, "touch /root/stop")
+            wait_for_another_stream()
+        lab.run(2, "touch /root/streams/stop")
         output, errors = client.communicate(timeout=300)
     finally:
         client.kill()

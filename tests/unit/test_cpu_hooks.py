@@ -100,3 +100,54 @@ def test_a_kernel_without_the_interpreter_says_what_to_set(tmp_path):
     code = f"import runpy; runpy.run_path({str(module)!r})"
     assert "set TRITON_INTERPRET=1" in python(code)
     assert python(code, TRITON_INTERPRET="1") == "ran 1.0"
+
+
+OPERANDS = """
+import numpy as np, sys, torch, triton, triton.language as tl
+
+if sys.argv[1] == "quick":
+    from ddtree_vllm.cpu.interpreter import quicken
+    quicken()
+
+@triton.jit
+def combine(ints, longs, floats, bytes_, out, n, scale, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    i = tl.load(ints + at, mask=at < n, other=-7)
+    l = tl.load(longs + at)
+    f = tl.load(floats + at)
+    b = tl.load(bytes_ + at)
+    first = tl.load(ints)
+    row = i[:, None] * f[None, :] + l[None, :]
+    tl.store(out + at, i + l)
+    tl.store(out + SIZE + at, i * 3 - 2147483647)
+    tl.store(out + 2 * SIZE + at, f * 2 + 0.1)
+    tl.store(out + 3 * SIZE + at, (f > 0.5) & (i >= first))
+    tl.store(out + 4 * SIZE + at, tl.where(b > 3, l, i))
+    tl.store(out + 5 * SIZE + at, l // 3 + i % 5 + (b << 1))
+    tl.store(out + 6 * SIZE + at, tl.sum(row, 1))
+    tl.store(out + 7 * SIZE + at, tl.cumsum(tl.maximum(f, 0), 0) / scale)
+    tl.store(out + first + 8 * SIZE + at, tl.exp(f).to(tl.float16) * i)
+    tl.store(out + 9 * SIZE + at + 1, first * scale - f)
+
+g = torch.Generator().manual_seed(3)
+ints = torch.randint(0, 9, (16,), generator=g, dtype=torch.int32)
+ints[0] = 1
+longs = torch.randint(-2**40, 2**40, (16,), generator=g)
+floats = torch.randn(16, generator=g)
+small = torch.randint(0, 8, (16,), generator=g, dtype=torch.uint8)
+out = torch.zeros(200, dtype=torch.float64)
+combine[(1,)](ints, longs, floats, small, out, 11, 0.3, SIZE=16)
+print(out.view(torch.int64).tolist())
+"""
+
+
+def test_a_quick_interpreter_computes_the_same(tmp_path):
+    """Every kind of operand pair: widths, pointers, plain numbers, blocks beside scalars."""
+    (tmp_path / "kernel.py").write_text(OPERANDS)
+    code = f"import runpy, sys; runpy.run_path({str(tmp_path / 'kernel.py')!r})"
+    plain, quick = (
+        python(f"import sys; sys.argv = ['', {how!r}]; {code}", TRITON_INTERPRET="1")
+        for how in ("plain", "quick")
+    )
+    assert len(set(plain.split(", "))) > 100
+    assert plain == quick

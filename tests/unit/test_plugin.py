@@ -117,6 +117,9 @@ def test_without_a_gpu_the_queues_fit_into_a_containers_shared_memory():
         assert queue_class(1, 1, max_chunk_bytes=1 << 20).buffer.max_chunk_bytes == 1 << 20
         assert queue_class(1, 1, max_chunk_bytes=1 << 30).buffer.max_chunk_bytes == 2 << 20
         reader = queue_class.create_from_handle(small.export_handle(), 0)
+        # Large messages go by publish and subscribe, which loses what is sent before the subscription.
+        small.wait_until_ready()
+        reader.wait_until_ready()
         message = b"x" * (5 << 20)
         small.enqueue(message, timeout=10)
         assert reader.dequeue(timeout=10) == message
