@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from .errors import ModelsError
 from .fetch import fetch
 from .sources import source_of
 from .store import State, Store, remove_tree
-from .wanted import Config, read_config
+from .wanted import Config, Model, read_config
 
 CONFIG = "/etc/ddtree/models.json"
 TO_FETCH = 3
@@ -59,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="accept what was fetched last, though another revision is configured by now",
     )
+    checking.add_argument(
+        "--used-by",
+        default="",
+        metavar="COMMAND_LINE",
+        help="only the models whose folder this names; without it --installed passes over models "
+        "that are yet to be fetched",
+    )
     checking.add_argument("--json", action="store_true")
     checking.set_defaults(run=_check)
     removing = commands.add_parser("remove", help="remove a model and what is noted of it")
@@ -97,7 +105,12 @@ def _fetch(options: argparse.Namespace, config: Config) -> int:
 def _check(options: argparse.Namespace, config: Config) -> int:
     store = Store(config)
     began = time.monotonic()
-    states = [store.check(model, options.full, options.installed) for model in config.models]
+    models: Sequence[Model] = config.models
+    if options.used_by:
+        models = store.used(models, _words(options.used_by))
+    elif options.installed:
+        models = [model for model in models if store.present(model)]
+    states = [store.check(model, options.full, options.installed) for model in models]
     seconds = time.monotonic() - began
     if options.json:
         print(
@@ -119,6 +132,13 @@ def _check(options: argparse.Namespace, config: Config) -> int:
         for state in states:
             _tell(state, seconds)
     return 0 if all(state.good for state in states) else TO_FETCH
+
+
+def _words(command_line: str) -> list[str]:
+    try:
+        return shlex.split(command_line)
+    except ValueError as error:
+        raise ModelsError(f"--used-by is no command line ({error}): {command_line}") from None
 
 
 def _tell(state: State, seconds: float) -> None:

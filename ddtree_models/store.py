@@ -114,6 +114,24 @@ class Store:
     def _record_path(self, model: Model) -> str:
         return os.path.join(self._config.state, f"{model.name}.json")
 
+    def present(self, model: Model) -> bool:
+        """Something of it is or was here; a model that is yet to be fetched has neither."""
+        return self.record(model) is not None or os.path.lexists(self.folder(model))
+
+    def used(self, models: Iterable[Model], words: Iterable[str]) -> list[Model]:
+        """The models whose folder, or something in it, one of these words names.
+
+        Args:
+            words: of a command line; those that name no folder are passed over.
+        """
+        paths = [os.path.realpath(word.rpartition("=")[2]) for word in words if "/" in word]
+        return [
+            model
+            for model in models
+            for folder in [os.path.realpath(self.folder(model))]
+            if any(path == folder or path.startswith(f"{folder}/") for path in paths)
+        ]
+
     # ---- whether it holds
 
     def check(self, model: Model, full: bool = False, installed: bool = False) -> State:

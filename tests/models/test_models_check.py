@@ -113,6 +113,41 @@ def test_what_is_installed_holds_while_another_revision_is_wanted(store, model, 
     assert WEIGHTS in store.check(newer, installed=True).faults[0]
 
 
+@pytest.fixture
+def another(settings, hub):
+    """A second model in models.json, not fetched; returns its name."""
+    told = json.loads(settings.read_text())
+    told["models"].append({"name": "new", "repo": "owner/new", "revision": "f" * 40})
+    settings.write_text(json.dumps(told))
+    return "new"
+
+
+def test_a_model_that_is_yet_to_be_fetched_keeps_no_other_from_being_served(
+    folder, settings, another, config
+):
+    """Else no instance could be restarted while another model comes, or if it never came."""
+    assert program(settings, "check", "--installed").returncode == 0
+    serve = f'"{folder}" "--budget" "31" "--hf-overrides" "{{\\"a\\": \\"b/c\\"}}"'
+    assert program(settings, "check", "--installed", f"--used-by={serve}").returncode == 0
+    # What is wanted and not there is still told where that is asked.
+    assert program(settings, "check").returncode == 3
+    used = program(settings, "check", "--installed", f"--used-by={serve} --drafter={folder}/../new")
+    assert used.returncode == 3
+    assert "new was never fetched and verified on this host" in used.stderr
+
+
+def test_only_the_models_that_an_instance_uses_keep_it_down(folder, settings, another, config):
+    flip(folder / WEIGHTS)
+    new = Path(config.folder) / another
+    for words, status in ((f"{folder}/", 3), (f"x {folder}", 3), ("/elsewhere/model 31", 0)):
+        done = program(settings, "check", "--installed", f"--used-by={words}")
+        assert (words, done.returncode) == (words, status)
+    new.mkdir()  # somebody's, not verified
+    assert program(settings, "check", "--installed", f"--used-by={new}").returncode == 3
+    refused = program(settings, "check", "--installed", f'--used-by="{new}')
+    assert (refused.returncode, "is no command line" in refused.stderr) == (1, True)
+
+
 def test_a_lost_note_means_that_everything_is_verified_again(
     store, model, folder, config, settings, hub
 ):
