@@ -101,11 +101,16 @@ class Store:
         for path, sha256 in sorted(files.items()):
             found = os.stat(os.path.join(self.folder(model), path))
             noted[path] = (sha256, found.st_size, found.st_mtime_ns)
+        self._write_record(model, {"identity": model.identity, "files": noted})
+
+    def _doubt(self, model: Model, record: Record) -> None:
+        """Notes that every file has to be read before it is believed again."""
+        files = {path: (noted.sha256, -1, 0) for path, noted in record.files.items()}
+        self._write_record(model, {"identity": dict(record.identity), "files": files})
+
+    def _write_record(self, model: Model, record: Mapping[str, Any]) -> None:
         os.makedirs(self._config.state, mode=0o755, exist_ok=True)
-        write(
-            self._record_path(model),
-            json.dumps({"identity": model.identity, "files": noted}, indent=1),
-        )
+        write(self._record_path(model), json.dumps(record, indent=1))
 
     def forget(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -164,6 +169,10 @@ class Store:
             for path in _weights(folder)
             if path not in record.files
         ]
+        if full and state.faults:
+            # Size and time are what they were: without this the next look would find it good.
+            with contextlib.suppress(OSError):
+                self._doubt(model, record)
         if to_read and state.good and dict(record.identity) == model.identity:
             # The service looks as its own user and cannot write; root's next look notes it.
             with contextlib.suppress(OSError):

@@ -85,6 +85,16 @@ def test_a_file_that_rotted_without_a_new_time_is_found_by_a_full_look(store, mo
     assert [fault.split()[0] for fault in state.faults] == [str(folder / WEIGHTS)]
 
 
+def test_what_a_full_look_found_is_fetched_again(folder, settings, hub):
+    flip(folder / WEIGHTS, keep_time=True)
+    assert program(settings, "check", "--full").returncode == 3
+    assert program(settings, "check").returncode == 3
+    hub.behaviour.requests.clear()
+    assert program(settings, "fetch").returncode == 0
+    assert [request.path.rpartition("/")[2] for request in hub.asked("/resolve/")] == [WEIGHTS]
+    assert program(settings, "check", "--full").returncode == 0
+
+
 def test_a_file_that_was_only_touched_is_read_once_and_noted(store, model, folder):
     os.utime(folder / WEIGHTS)
     assert (store.check(model).good, store.check(model).read) == (True, 0)
