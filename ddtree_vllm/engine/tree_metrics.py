@@ -14,6 +14,7 @@ import functools
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 FILE_VARIABLE = "DDTREE_VLLM_COUNTERS"
 # Scalars, then by depth 1 to 127 the accepted nodes.
 _BUDGET, _DEPTH, _VERIFICATIONS, _NODES, _BRANCH_WINS, _LAST_REQUESTS, _LAST_NODES = range(7)
+# Odd while a step is being added: a scrape then reads again, so that it never sees half a step.
+_SEQUENCE = 7
 _FIRST_DEPTH = 8
 _SIZE = 8 * (_FIRST_DEPTH + 127)
 
@@ -58,12 +61,25 @@ class TreeCounters:
             return
         values = self._values
         nodes = sum(walk.verified for walk in walks)
+        values[_SEQUENCE] += 1
         values[_VERIFICATIONS] += len(walks)
         values[_NODES] += nodes
         values[_BRANCH_WINS] += sum(walk.branch_wins for walk in walks)
         values[_LAST_REQUESTS], values[_LAST_NODES] = len(walks), nodes
         for walk in walks:
             values[_FIRST_DEPTH : _FIRST_DEPTH + walk.accepted] += 1
+        values[_SEQUENCE] += 1
+
+    def _snapshot(self) -> np.ndarray:
+        """All counters as they were between two steps."""
+        for _ in range(100):
+            before = int(self._values[_SEQUENCE])
+            copy = self._values.copy()
+            if before % 2 == 0 and int(self._values[_SEQUENCE]) == before:
+                return copy
+            time.sleep(1e-4)
+        # A worker that died while it added: what it left is all there will be.
+        return copy
 
     def collect(self) -> Iterator[Metric]:
         """The counters as Prometheus metrics; nothing while no engine with trees has started."""
@@ -73,12 +89,13 @@ class TreeCounters:
             HistogramMetricFamily,
         )
 
-        budget, depth = int(self._values[_BUDGET]), int(self._values[_DEPTH])
+        values = self._snapshot()
+        budget, depth = int(values[_BUDGET]), int(values[_DEPTH])
         if not budget:
             return
-        verifications = int(self._values[_VERIFICATIONS])
-        by_depth = [int(n) for n in self._values[_FIRST_DEPTH : _FIRST_DEPTH + depth]]
-        requests, nodes = int(self._values[_LAST_REQUESTS]), int(self._values[_LAST_NODES])
+        verifications = int(values[_VERIFICATIONS])
+        by_depth = [int(n) for n in values[_FIRST_DEPTH : _FIRST_DEPTH + depth]]
+        requests, nodes = int(values[_LAST_REQUESTS]), int(values[_LAST_NODES])
         yield GaugeMetricFamily(
             "ddtree:budget_nodes", "Draft nodes a request may have per step.", budget
         )
@@ -93,7 +110,7 @@ class TreeCounters:
             verifications,
         )
         yield CounterMetricFamily(
-            "ddtree:drafted_nodes", "Draft nodes verified.", int(self._values[_NODES])
+            "ddtree:drafted_nodes", "Draft nodes verified.", int(values[_NODES])
         )
         accepted = CounterMetricFamily(
             "ddtree:accepted_nodes", "Draft nodes accepted, by depth.", labels=["depth"]
@@ -105,7 +122,7 @@ class TreeCounters:
             "ddtree:branch_wins",
             "Accepted nodes from the first branch off the drafter's first choices on: tokens that "
             "its chain would not have given in that step.",
-            int(self._values[_BRANCH_WINS]),
+            int(values[_BRANCH_WINS]),
         )
         # A verification emits its accepted nodes and one token on top.
         longer = [verifications, *by_depth, 0]

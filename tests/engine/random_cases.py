@@ -36,13 +36,24 @@ def random_case(rng: random.Random) -> Case:
             body |= {"tools": TOOLS, "tool_choice": rng.choice(["auto", "required", "none"])}
             body["max_tokens"] = 20
     else:
-        body |= {"prompt": text, "return_token_ids": True}
+        body |= {"prompt": _prompt(rng, text), "return_token_ids": True}
         if rng.random() < 0.3:
             body["logprobs"] = rng.randrange(4)
         if rng.random() < 0.15:
             body["echo"] = True
+    stream = rng.random() < 0.5
+    if not stream and rng.random() < 0.1:  # vLLM does not stream them
+        body["prompt_logprobs"] = rng.randrange(3)
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    return Case(FEATURE, path, body, stream=rng.random() < 0.5)
+    return Case(FEATURE, path, body, stream=stream)
+
+
+def _prompt(rng: random.Random, text: str) -> Any:
+    """Text, token ids, or two of either."""
+    if rng.random() < 0.8:
+        return text
+    ids = [rng.randrange(4, 2000) for _ in range(rng.randrange(1, 40))]
+    return rng.choice([ids, [text, text[: len(text) // 2 + 1]], [ids, ids[: len(ids) // 2 + 1]]])
 
 
 def _text(rng: random.Random) -> str:
@@ -63,10 +74,11 @@ def _sampling(rng: random.Random) -> dict[str, Any]:
         if rng.random() < 0.2:
             body["n"] = 2
     if rng.random() < 0.3:
-        name = rng.choice(["presence_penalty", "frequency_penalty", "repetition_penalty"])
-        body[name] = rng.choice([0.7, 1.2, 1.8])
+        names = ["presence_penalty", "frequency_penalty", "repetition_penalty"]
+        for name in rng.sample(names, rng.choice([1, 1, 2, 3])):
+            body[name] = rng.choice([0.7, 1.2, 1.8])
     if rng.random() < 0.15:
-        body["bad_words"] = rng.sample(["self", " in", "return", "\n", " =", "def", "item"], 3)
+        body["bad_words"] = rng.sample(["self", " in", "return", " =", "def", "item"], 3)
     if rng.random() < 0.1:
         body["allowed_token_ids"] = sorted(rng.sample(range(2040), 300))
     return body

@@ -6,11 +6,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 
+import numpy as np
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
-from ddtree_vllm.engine.tree_metrics import _SIZE, TreeCounters
+from ddtree_vllm.engine.tree_metrics import _SIZE, _VERIFICATIONS, TreeCounters
 from ddtree_vllm.sampling.walk import Tally, WalkOutput, read_tally, walk_trees
 from ddtree_vllm.tree import DraftTree
 
@@ -100,3 +104,33 @@ def test_two_processes_share_the_counters_of_a_file(tmp_path) -> None:
         "ddtree:acceptance_length_tokens_count": 3,
         "ddtree:acceptance_length_tokens_sum": 7,
     }
+
+
+def test_a_scrape_in_the_middle_of_a_step_waits_for_its_end(tmp_path) -> None:
+    path = tmp_path / "counters"
+    path.write_bytes(bytes(_SIZE))
+    server, worker = TreeCounters(str(path)), TreeCounters(str(path))
+    worker.begin(5, 3)
+
+    def walks() -> Iterator[int]:
+        yield 5 | 1 << 8
+
+    class Slow(np.ndarray):
+        """Adds to one counter at a time, as slowly as a worker that has lost its core."""
+
+        def __setitem__(self, key, value) -> None:
+            super().__setitem__(key, value)
+            if key == _VERIFICATIONS:
+                half_done.set()
+                time.sleep(0.003)
+
+    half_done = threading.Event()
+    worker._values = worker._values.view(Slow)
+    step = threading.Thread(target=worker.count, args=(walks(),))
+    step.start()
+    assert half_done.wait(10)
+    seen = exposed(server)
+    step.join(10)
+    assert seen["ddtree:verifications_total"] == 1
+    assert seen['ddtree:accepted_nodes_total{depth="1"}'] == 1
+    assert seen["ddtree:acceptance_length_tokens_sum"] == 2
