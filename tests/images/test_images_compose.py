@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""images/compose.yml as Compose reads it: each profile starts with its own variables alone."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "images/compose.yml"
+sys.path.insert(0, str(ROOT / "images/lib"))
+
+from ddtree_container import settings  # noqa: E402
+
+VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?:(?P<how>:?[-?+])(?P<word>[^}]*))?\}|(?P<bare>\w+))")
+COMPOSE = subprocess.run(
+    ["sh", "-c", "docker compose version"], check=False, capture_output=True, timeout=60
+)
+
+
+class RequiredVariable(Exception):
+    pass
+
+
+def interpolated(value, variables):
+    """A value as Compose fills variables in, in every service whatever the profile."""
+    if isinstance(value, dict):
+        return {key: interpolated(part, variables) for key, part in value.items()}
+    if isinstance(value, list):
+        return [interpolated(part, variables) for part in value]
+    if not isinstance(value, str):
+        return value
+
+    def fill(found):
+        known = variables.get(found["name"] or found["bare"], "")
+        how = (found["how"] or "").lstrip(":")
+        if how == "?" and not known:
+            raise RequiredVariable(found[0])
+        if how == "+":
+            return found["word"] if known else ""
+        return known or (found["word"] if how == "-" else "")
+
+    return VARIABLE.sub(fill, value)
+
+
+def service(name, **variables):
+    """A service, its environment as the container gets it."""
+    whole = interpolated(yaml.safe_load(FILE.read_text()), variables)
+    one = whole["services"][name]
+    one["environment"] = {
+        key: variables.get(key) if value is None else value
+        for key, value in one["environment"].items()
+        if value is not None or key in variables
+    }
+    return one
+
+
+def test_a_variable_of_one_profile_is_not_required_by_another():
+    assert service("cpu")["image"] == "ddtree-vllm:cpu"
+    assert service("gpu", TARGET="/t", DRAFTER="/d")["image"] == "ddtree-vllm:gpu"
+    bare = [m[0] for m in VARIABLE.finditer(FILE.read_text()) if not m["how"]]
+    assert bare == [], "Compose would warn of these, and put nothing in their place"
+
+
+def test_a_folder_that_is_not_named_is_refused_and_not_made():
+    mounts = {m["target"]: m for m in service("gpu")["volumes"] if m["type"] == "bind"}
+    assert mounts["/models/target"]["source"] == "/TARGET-is-not-set"
+    assert mounts["/models/drafter"]["source"] == "/DRAFTER-is-not-set"
+    assert all(m["bind"] == {"create_host_path": False} for m in mounts.values())
+    assert all(m["read_only"] for m in mounts.values())
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_every_variable_of_the_image_reaches_it(name, tmp_path):
+    """As a value of the container, or as what the host does around it."""
+    around = {"DDTREE_HOST": "0.0.0.0", "DDTREE_PORT": "9000", "DDTREE_API_KEY_FILE": "/key"}
+    given = {v: f"a-{v}" for v in (*settings.OPTIONS, *settings.OTHERS)} | around
+    got = service(name, **given)
+    expected = {v: given[v] for v in given if v not in around}
+    expected["DDTREE_API_KEY_FILE"] = "/run/api-key"
+    if name == "gpu":
+        expected |= {"DDTREE_MODEL": "/models/target", "DDTREE_DRAFTER": "/models/drafter"}
+        expected["HF_HUB_OFFLINE"] = "1"
+    assert got["environment"] == expected
+    assert got["ports"] == ["0.0.0.0:9000:8000"]
+    [key] = [m for m in got["volumes"] if m["target"] == "/run/api-key"]
+    assert key["source"] == "/key"
+
+
+def test_without_variables_the_demo_pair_is_served_to_this_host_alone():
+    got = service("cpu")
+    assert got["ports"] == ["127.0.0.1:8000:8000"]
+    command = settings.serve([], got["environment"], ROOT / "demo").command
+    assert command[2] == str(ROOT / "demo/target")
+    assert command[command.index("--shutdown-timeout") + 1] == "60"
+    assert got["environment"]["DDTREE_API_KEY_FILE"] == ""
+
+
+def test_docker_waits_longer_than_requests_in_flight_have():
+    assert service("cpu")["stop_grace_period"] == "1m60s"
+    assert service("gpu", DDTREE_SHUTDOWN_TIMEOUT="300")["stop_grace_period"] == "1m300s"
+
+
+@pytest.mark.skipif(COMPOSE.returncode != 0, reason="docker compose is not installed")
+@pytest.mark.parametrize(
+    ("profile", "variables"), [("cpu", {}), ("gpu", {"TARGET": "/t", "DRAFTER": "/d"})]
+)
+def test_compose_itself_takes_the_file(profile, variables):
+    done = subprocess.run(
+        ["docker", "compose", "-f", FILE, "--profile", profile, "config", "--format", "json"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **variables},
+    )
+    assert done.returncode == 0, done.stderr
+    assert [*json.loads(done.stdout)["services"]] == [profile]
