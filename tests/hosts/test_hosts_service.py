@@ -311,7 +311,7 @@ def test_arguments_reach_the_engine_word_for_word(service):
 @pytest.mark.slow
 def test_the_api_key_is_a_credential(service):
     try:
-        assert service.apply(vllm_service_api_key="s3cret", **KEY) > 0
+        assert service.apply(vllm_service_api_key="s3cret") > 0
         url = "http://10.78.0.11:8000/v1/models"
         code = ("-o", "/dev/null", "-w", "%{http_code}")
         assert service.curl(*code, url).stdout == "401"
@@ -324,14 +324,11 @@ def test_the_api_key_is_a_credential(service):
         refused = service.lab.try_run(NODE, f"systemctl restart {UNIT}")
         assert refused.returncode != 0
         assert "status=243/CREDENTIALS" in service.lab.journal(NODE, UNIT)
-        assert service.apply(vllm_service_api_key="s3cret", **KEY) > 0
+        assert service.apply(vllm_service_api_key="s3cret") > 0
         assert service.curl(*code, url).stdout == "401"
     finally:
         service.apply()
     assert service.run("ls /etc/ddtree") == "health-0.env\ntopology.json\nvllm-0.env"
-
-
-KEY = {"health_api_key_file": "/etc/ddtree/credentials/api-key"}
 
 
 @pytest.mark.slow

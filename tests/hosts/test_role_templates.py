@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the roles' templates become, and what their preflights refuse. Real Ansible, no host."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+
+import pytest
+from lab_hosts import ROOT, find_playbook
+
+pytestmark = [pytest.mark.ansible, pytest.mark.timeout(120)]
+
+PAIR = {
+    "instance": "0",
+    "gpus": [2, 3],
+    "uuids": ["GPU-c", "GPU-d"],
+    "cpuset": "0-3",
+    "memory_node": "0",
+    "env": {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+    "nccl_env": {"NCCL_P2P_DISABLE": "1"},
+    "engine_args": ["--tensor-parallel-size", "2"],
+    "port": 8000,
+    "cache_dir": "/var/cache/ddtree-vllm/0",
+    "cache_key": "0123456789abcdef",
+}
+
+
+def play(folder, tasks, variables):
+    """Runs tasks on this machine as the roles would; returns the finished process."""
+    folder.mkdir(exist_ok=True)
+    for role in ("vllm_service", "health"):
+        for file in (ROOT / "roles" / role / "templates").iterdir():
+            link = folder / "templates" / file.name
+            link.parent.mkdir(exist_ok=True)
+            if not link.exists():
+                link.symlink_to(file)
+    roles = [ROOT / "roles" / role for role in ("vllm_service", "health")]
+    book = {
+        "hosts": "localhost",
+        "connection": "local",
+        "gather_facts": False,
+        "vars_files": [
+            str(role / part / "main.yml") for part in ("defaults", "vars") for role in roles
+        ],
+        "tasks": tasks,
+    }
+    (folder / "play.yml").write_text(json.dumps([book]))
+    given = {"gpu_topology_plan": {"groups": [PAIR]}, **variables}
+    return subprocess.run(
+        [find_playbook(), "-i", "localhost,", "-e", json.dumps(given), str(folder / "play.yml")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_HOME": str(folder / "home")},
+    )
+
+
+@pytest.fixture
+def render(tmp_path):
+    """render("name.j2", variable=...) -> the template's text."""
+
+    def run(template, group=PAIR, **variables):
+        copy = {"src": template, "dest": str(tmp_path / "out"), "mode": "0644"}
+        task = {"ansible.builtin.template": copy, "vars": {"item": group}}
+        done = play(tmp_path / "play", [task], variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return (tmp_path / "out").read_text()
+
+    return run
+
+
+def words(text, name):
+    """Words of a variable of an environment file, as systemd splits them."""
+    return shlex.split(re.search(rf"^{name}='(.*)'$", text, re.MULTILINE)[1])
+
+
+def option(arguments, name):
+    return arguments[arguments.index(name) + 1]
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("10.0.0.5", "10.0.0.5"),
+        ("fd00::5", "[fd00::5]"),
+    ],
+)
+def test_the_checks_ask_where_the_engine_listens(render, host, address):
+    """Asked elsewhere, a healthy engine would be killed as one that answers nothing."""
+    arguments = words(render("health.env.j2", vllm_service_host=host), "DDTREE_HEALTH_ARGS")
+    assert option(arguments, "--url") == f"http://{address}:8000"
+    started = render("vllm.env.j2", vllm_service_host=host)
+    assert f"\nDDTREE_URL=http://{address}:8000\n" in started
+
+
+def test_the_checks_have_the_key_that_the_engine_asks_for(render):
+    assert "api-key" not in render("ddtree-health@.service.j2")
+    unit = render("ddtree-health@.service.j2", vllm_service_api_key="s3cret")
+    assert "\nLoadCredential=api-key:/etc/ddtree/credentials/api-key\n" in unit
+    assert "--api-key-file ${CREDENTIALS_DIRECTORY}/api-key" in unit
+    assert "s3cret" not in unit
