@@ -35,6 +35,8 @@ CPU_KV_CACHE_BYTES = 1 << 30
 # vLLM's own default on a large GPU is 256 or more. What a step's tree rows leave to the commit is
 # reserved for that many requests, 2.4 MB a row on Qwen3.6-27B, and is missing in the cache.
 GPU_MAX_NUM_SEQS = 64
+# vLLM's options whose values are secrets.
+SECRET_OPTIONS = ("--api-key", "--hf-token", "--watermark-config")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -281,10 +283,28 @@ def _announcement(
     where = "the GPU" if device == "cuda" else "the CPU, kernels in Triton's interpreter"
     command = [f"{name}={value}" for name, value in variables.items()]
     command += ["vllm", "serve", shlex.quote(model)]
-    command += [shlex.quote(option) for option in options]
+    command += [shlex.quote(option) for option in _without_secrets(options)]
     return (
         f"ddtree-vllm {__version__}: {what}, on {where}. The same by hand:\n  {' '.join(command)}"
     )
+
+
+def _without_secrets(options: Sequence[str]) -> list[str]:
+    """The options as a log may keep them: keys and tokens are *** in it."""
+    shown, secret = [], False
+    for option in options:
+        if option.startswith("-") and not option[1:2].isdigit():
+            name, equals, _ = option.partition("=")
+            plain = name.replace("_", "-")
+            # vLLM's parser takes what an option begins with for the whole, and --option.key for a key.
+            secret = plain not in {"--", "--watermark"} and any(
+                whole.startswith(plain) or plain.startswith(f"{whole}.") for whole in SECRET_OPTIONS
+            )
+            shown.append(f"{name}=***" if secret and equals else option)
+        else:
+            # --api-key takes several.
+            shown.append("***" if secret else option)
+    return shown
 
 
 def _run_vllm(arguments: list[str], debug: bool) -> int:

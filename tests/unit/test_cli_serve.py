@@ -126,6 +126,33 @@ def test_the_printed_command_is_the_one_that_is_run(target, drafter, started, ca
     assert words == ["vllm", *started[0]]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--api-key", "s3cret-1", "s3cret-2", "--port", "9"],
+        ["--api_key=s3cret-1", "--port", "9"],
+        ["--api-k", "s3cret-1", "-123s3cret", "--port", "9"],
+        ["--hf-token", "s3cret-1", "--port", "9"],
+        ["--hf-token=s3cret-1", "--port", "9"],
+        ["--watermark-config", '{"key": "s3cret-1"}', "--port", "9"],
+        ["--watermark-config.key", "s3cret-1", "--port", "9"],
+    ],
+)
+def test_the_printed_command_keeps_keys_and_tokens_to_itself(target, started, capsys, options):
+    assert cli.main(["serve", str(target), "--no-speculation", *options]) == 0
+    assert any("s3cret" in option for option in started[0])
+    printed = capsys.readouterr().out
+    assert "s3cret" not in printed
+    assert "***" in printed
+    assert "--port 9" in printed
+
+
+def test_the_printed_command_hides_no_other_value(target, started, capsys):
+    options = ["--watermark", "0.25", "--ssl-keyfile", "/key", "--headless"]
+    assert cli.main(["serve", str(target), "--no-speculation", *options]) == 0
+    assert " ".join(options) in capsys.readouterr().out
+
+
 def test_no_speculation_needs_no_drafter(target, started):
     assert cli.main(["serve", str(target), "--no-speculation"]) == 0
     assert "--speculative-config" not in started[0]
