@@ -298,6 +298,31 @@ def test_a_unit_edited_by_hand_is_put_back(service):
     assert changed(service.play()) == 0
 
 
+def test_instances_that_exchange_their_ports_are_all_started(service):
+    """As GPUs of another grouping: neither can start while the other one runs as before."""
+    plan = json.loads(service.run("cat /etc/ddtree/topology.json"))
+    first = plan["groups"][0]
+    folder = first["cache_dir"].rpartition("/")[0]
+    second = {**first, "instance": "1", "port": 8001, "cache_dir": f"{folder}/1"}
+    tags = ("site.yml", "--tags", "plan,install,configure,start")
+
+    def serve(*groups):
+        assert changed(service.play(*tags, vllm_service_groups=groups, health_groups=groups)) > 0
+
+    def port(instance):
+        pid = service.show("MainPID", f"ddtree-vllm@{instance}.service")
+        return service.run(f"ss -Hltnp | grep -oP ':\\K[0-9]+(?= .*pid={pid},)'")
+
+    try:
+        serve(first, second)
+        assert (port(0), port(1)) == ("8000", "8001")
+        serve({**first, "port": 8001}, {**second, "port": 8000})
+        assert (port(0), port(1)) == ("8001", "8000")
+    finally:
+        service.apply()
+        service.run(f"rm -rf {folder}/1")
+
+
 @pytest.mark.slow
 def test_arguments_reach_the_engine_word_for_word(service):
     try:
