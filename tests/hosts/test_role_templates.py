@@ -104,3 +104,18 @@ def test_the_checks_have_the_key_that_the_engine_asks_for(render):
     assert "\nLoadCredential=api-key:/etc/ddtree/credentials/api-key\n" in unit
     assert "--api-key-file ${CREDENTIALS_DIRECTORY}/api-key" in unit
     assert "s3cret" not in unit
+
+
+@pytest.mark.parametrize("budget", [900, 3600])
+def test_systemd_never_gives_up_on_a_start_before_the_engine_does(render, budget):
+    """Systemd's own 90 s are less than a 55 GB model takes from a cold disk."""
+    limits = {"vllm_service_start_timeout": budget, "vllm_service_free_timeout": 120}
+    unit = render("ddtree-vllm@.service.j2", **limits)
+    engine = int(words(render("vllm.env.j2", **limits), "VLLM_ENGINE_READY_TIMEOUT_S")[0])
+    waits = {name: int(s) for name, s in re.findall(r" (wait-\w+) .*--timeout (\d+)", unit)}
+    systemd = int(re.search(r"^TimeoutStartSec=(\d+)$", unit, re.MULTILINE)[1])
+    assert engine == budget
+    # The engine's own error says most. Its clock starts after imports, which take half a minute.
+    assert waits["wait-ready"] >= engine + 30
+    # A wait ends up to 10 s, a last look at the server, or 30 s, one at the GPUs, after its limit.
+    assert systemd >= waits["wait-free"] + 30 + waits["wait-ready"] + 10

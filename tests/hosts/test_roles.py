@@ -73,18 +73,8 @@ def test_the_program_has_one_source():
     assert module.resolve() == role("gpu_topology") / "library/python_program.py"
 
 
-def test_systemd_never_gives_up_on_a_start_before_the_engine_does():
-    """Systemd's own 90 s are less than a 55 GB model takes from a cold disk."""
-    unit = (role("vllm_service") / "templates/ddtree-vllm@.service.j2").read_text()
-    variables = load(role("vllm_service") / "vars/main.yml")
-    defaults = load(role("vllm_service") / "defaults/main.yml")
-    assert "TimeoutStartSec={{ vllm_service__systemd_start_timeout }}" in unit
-    assert variables["vllm_service__systemd_start_timeout"] == (
-        "{{ vllm_service_start_timeout + vllm_service_free_timeout + 60 }}"
-    )
-    assert defaults["vllm_service_start_timeout"] >= 600  # vLLM's own default
-    environment = (role("vllm_service") / "templates/vllm.env.j2").read_text()
-    assert "'VLLM_ENGINE_READY_TIMEOUT_S': vllm_service_start_timeout" in environment
+def test_an_engine_has_no_less_time_to_start_than_vllm_gives_it():
+    assert load(role("vllm_service") / "defaults/main.yml")["vllm_service_start_timeout"] >= 600
 
 
 def test_systemd_never_kills_a_drain():
@@ -99,10 +89,13 @@ def test_an_engine_that_ends_with_0_is_restarted_and_not_for_ever():
     assert re.search(r"^Restart=always$", unit, re.MULTILINE)
     defaults = load(role("vllm_service") / "defaults/main.yml")
     # The limit is reached even if every start takes all of its time and the wait before it.
-    started = sum(
-        defaults[f"vllm_service_{part}"]
-        for part in ("start_timeout", "free_timeout", "restart_delay")
-    )
+    started = (
+        sum(
+            defaults[f"vllm_service_{part}"]
+            for part in ("start_timeout", "free_timeout", "restart_delay")
+        )
+        + 45
+    )  # what the wait for readiness has beyond the engine's own limit
     burst = defaults["vllm_service_start_limit_burst"]
     assert defaults["vllm_service_start_limit_interval"] > burst * started
 
