@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ddtree-health [check]`, `ddtree-health wait-ready` and `ddtree-health wait-free`.
+"""`ddtree-health [check]`, `ddtree-health kill-hung`, `... wait-ready` and `... wait-free`.
 
 Exit status of a check: 0 healthy, 1 unhealthy, 2 hung (a restart is the remedy), 64 a wrong call.
-Of a wait: 0 done, 1 not in time.
+Of kill-hung: 0 killed or not the judged one any more, 1 neither. Of a wait: 0 done, 1 not in time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .errors import HealthError
 from .report import CHECKS, FAIL, HEALTHY, PASS, UNHEALTHY, UNKNOWN, USAGE, Report, Result
 from .server import STEPS, Answer, Sample, Server
 
-COMMANDS = ("check", "wait-ready", "wait-free")
+COMMANDS = ("check", "kill-hung", "wait-ready", "wait-free")
 DEFAULT_PROMPT = "The capital of France is"
 
 
@@ -108,10 +108,16 @@ def _parser() -> _Parser:
     )
     checking.add_argument("--gpus", type=_list, default=[], metavar="UUIDS", help="by comma")
     checking.add_argument("--xid-window", type=int, default=3600, metavar="S")
-    checking.add_argument(
-        "--restart", default="", metavar="UNIT", help="kill this unit if the engine is hung"
-    )
     checking.set_defaults(run=_run_check, error_status=USAGE)
+
+    killing = commands.add_parser(
+        "kill-hung", help="kill every process of the start that the last check has judged"
+    )
+    killing.add_argument("--unit", required=True, help="the engine's systemd unit")
+    killing.add_argument(
+        "--state", required=True, metavar="FILE", help="of the check that found it hung"
+    )
+    killing.set_defaults(run=_run_kill_hung, error_status=UNHEALTHY)
 
     ready = commands.add_parser("wait-ready", help="wait for the first 200 of /health")
     _add_server(ready)
@@ -186,8 +192,6 @@ def _run_check(options: argparse.Namespace) -> int:
     print(report.as_json() if options.json else report.as_text())
     if options.textfile:
         kept = _keep(options.textfile, report.as_metrics()) and kept
-    if report.hung and options.restart:
-        restart(options.restart)
     return max(report.exit_status, HEALTHY if kept else UNHEALTHY)
 
 
@@ -201,15 +205,27 @@ def _keep(path: str, text: str) -> bool:
     return True
 
 
-def restart(name: str) -> None:
-    """Kills every process of a unit; its Restart= starts it again, its start limit included.
+def _run_kill_hung(options: argparse.Namespace) -> int:
+    """Kills a unit; its Restart= starts it again, its start limit included.
 
-    A hung engine drains nothing, so there is no reason to wait for its stop timeout.
-
-    Raises:
-        HealthError: systemctl fails.
+    A hung engine drains nothing, so there is no reason to wait for its stop timeout. One that was
+    started after the judgement is another engine, which is loading, and is left alone.
     """
-    unit.run_command(["systemctl", "kill", "--signal=SIGKILL", name])
+    judged = state.incarnation_in(options.state)
+    if not judged:
+        raise HealthError(f"{options.state} names no start of {options.unit}: nothing is killed")
+    found = unit.read(options.unit)
+    if _incarnation(found) != judged:
+        print(f"{found.name} has been started anew since it was judged: it is left alone")
+        return 0
+    unit.run_command(["systemctl", "kill", "--signal=SIGKILL", found.name])
+    print(f"{found.name} was killed")
+    return 0
+
+
+def _incarnation(found: unit.Unit) -> str:
+    """Identifies one start of a unit."""
+    return f"{state.boot_id()} {found.invocation}"
 
 
 def _check(options: argparse.Namespace) -> tuple[Report, bool]:
@@ -223,7 +239,7 @@ def _check(options: argparse.Namespace) -> tuple[Report, bool]:
         for result in _not_active(found):
             results[result.check] = result
     else:
-        incarnation = f"{state.boot_id()} {found.invocation if found else options.url}"
+        incarnation = _incarnation(found) if found else f"{state.boot_id()} {options.url}"
         saved = state.load(options.state, incarnation)
         after = _look(options, server, saved, results)
         if found is not None and "live" in results:

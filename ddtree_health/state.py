@@ -24,16 +24,22 @@ def load(path: str, incarnation: str) -> dict[str, Any]:
 
     A damaged file counts as none: the checks then begin anew, which can only delay a restart.
     """
-    if not path:
-        return {}
+    state = _read(path) if path else {}
+    return state if state.get("incarnation") == incarnation else {}
+
+
+def incarnation_in(path: str) -> str:
+    """Which start of which engine a state belongs to; empty if it cannot be read."""
+    return str(_read(path).get("incarnation") or "")
+
+
+def _read(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             state = json.load(file)
     except (OSError, ValueError):
         return {}
-    if not isinstance(state, dict) or state.get("incarnation") != incarnation:
-        return {}
-    return state
+    return state if isinstance(state, dict) else {}
 
 
 def write(path: str, text: str) -> None:

@@ -201,14 +201,53 @@ def test_a_unit_that_has_not_started_is_never_hung(monkeypatch, check, active, s
     assert report["restart"] is False
 
 
-def test_restart_kills_the_unit_of_a_hung_engine_alone(monkeypatch, check, engine):
-    killed = []
-    monkeypatch.setattr(cli.unit, "run_command", killed.append)
-    check("--restart", "x.service")
-    assert killed == []
+@pytest.fixture
+def systemd(monkeypatch):
+    """Stands in for systemctl: one active unit, whose invocation can be changed."""
+
+    class Systemd:
+        def __init__(self):
+            self.invocation, self.killed = "abc", []
+
+        def run(self, command):
+            if command[1] == "kill":
+                self.killed.append(command)
+                return ""
+            return f"LoadState=loaded\nActiveState=active\nInvocationID={self.invocation}\n"
+
+    made = Systemd()
+    monkeypatch.setattr(cli.unit, "run_command", made.run)
+    read = cli.unit.read
+    monkeypatch.setattr(cli.unit, "read", lambda name: read(name, made.run))
+    return made
+
+
+KILL = ["kill-hung", "--unit", "x.service", "--state"]
+
+
+def test_a_hung_engine_is_killed(check, engine, systemd, tmp_path):
     engine.silent = True
-    check("--restart", "x.service", "--stall-after", "0")
-    assert killed == [["systemctl", "kill", "--signal=SIGKILL", "x.service"]]
+    assert check("--unit", "x.service", "--stall-after", "0")[0] == 2
+    assert cli.main([*KILL, str(tmp_path / "state.json")]) == 0
+    assert systemd.killed == [["systemctl", "kill", "--signal=SIGKILL", "x.service"]]
+
+
+def test_an_engine_started_since_the_judgement_is_not_killed(
+    check, engine, systemd, tmp_path, capsys
+):
+    engine.silent = True
+    assert check("--unit", "x.service", "--stall-after", "0")[0] == 2
+    systemd.invocation = "def"
+    assert cli.main([*KILL, str(tmp_path / "state.json")]) == 0
+    assert systemd.killed == []
+    assert "has been started anew" in capsys.readouterr().out
+
+
+def test_without_a_judgement_nothing_is_killed(systemd, tmp_path, capsys):
+    (tmp_path / "state.json").write_text("{")
+    assert cli.main([*KILL, str(tmp_path / "state.json")]) == 1
+    assert systemd.killed == []
+    assert "nothing is killed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
