@@ -130,6 +130,13 @@ def _parser() -> _Parser:
     free.add_argument("--port", type=int, default=0)
     free.add_argument("--gpus", type=_list, default=[], metavar="UUIDS", help="by comma")
     free.add_argument("--free-mib", type=int, default=0, help="on each GPU")
+    free.add_argument(
+        "--indices",
+        type=_indices,
+        default=[],
+        metavar="LIST",
+        help="by comma: the index that each of --gpus has to have",
+    )
     free.add_argument("--timeout", type=_seconds, default=60.0, metavar="S")
     free.set_defaults(run=_run_wait_free, error_status=UNHEALTHY)
     return parser
@@ -149,6 +156,10 @@ def _seconds(text: str) -> float:
 
 def _list(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
+
+
+def _indices(text: str) -> list[int]:
+    return [int(word) for word in _list(text)]
 
 
 def _checks(text: str) -> list[str]:
@@ -177,11 +188,14 @@ def _run_wait_ready(options: argparse.Namespace) -> int:
 
 
 def _run_wait_free(options: argparse.Namespace) -> int:
+    if options.indices and len(options.indices) != len(options.gpus):
+        raise HealthError("--indices needs as many entries as --gpus")
     waiting.until_free(
         host=options.host,
         port=options.port,
         uuids=options.gpus,
         free_mib=options.free_mib,
+        indices=options.indices,
         timeout_s=options.timeout,
     )
     return 0

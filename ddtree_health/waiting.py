@@ -48,23 +48,26 @@ def until_free(
     uuids: Sequence[str],
     free_mib: int,
     timeout_s: float,
+    indices: Sequence[int] = (),
     run: Run = run_command,
 ) -> None:
-    """Waits until nothing holds the port, and each GPU has memory free.
+    """Waits until nothing holds the port, and each GPU is there with memory free.
 
     A killed engine's workers can hold a GPU's memory for some seconds after the unit has stopped.
 
     Args:
         port: 0 does not look at the port.
-        uuids: GPUs of the engine; empty does not look at memory.
+        uuids: GPUs of the engine; empty looks at none.
         free_mib: memory that has to be free on each.
+        indices: for an engine that is told its GPUs by index: the one that each has to have. A GPU
+            that a boot did not find moves those behind it.
 
     Raises:
         HealthError: still taken when the time is over; names by what.
     """
     began = time.monotonic()
     while True:
-        taken = [*_port_taken(host, port), *_memory_taken(uuids, free_mib, run)]
+        taken = [*_port_taken(host, port), *_gpus_taken(uuids, free_mib, indices, run)]
         if not taken:
             return
         if time.monotonic() - began > timeout_s:
@@ -86,19 +89,31 @@ def _port_taken(host: str, port: int) -> list[str]:
     return []
 
 
-def _memory_taken(uuids: Sequence[str], free_mib: int, run: Run) -> list[str]:
-    if not uuids or not free_mib:
+def _gpus_taken(uuids: Sequence[str], free_mib: int, indices: Sequence[int], run: Run) -> list[str]:
+    if not uuids:
         return []
-    query = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
-    free = {}
-    for line in run(query).splitlines():
-        uuid, _, amount = line.partition(",")
-        if amount.strip().isdigit():
-            free[uuid.strip()] = int(amount)
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        lines = run(query).splitlines()
+    except HealthError as error:
+        return [str(error)]  # a driver that is still being loaded
+    there = {}
+    for line in lines:
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == 3:
+            there[cells[1]] = (cells[0], cells[2])
     taken = []
-    for uuid in uuids:
-        if uuid not in free:
+    for position, uuid in enumerate(uuids):
+        if uuid not in there:
             taken.append(f"{uuid} is not there")
-        elif free[uuid] < free_mib:
-            taken.append(f"{uuid} has {free[uuid]} MiB free of {free_mib} needed")
+            continue
+        index, free = there[uuid]
+        if indices and index != str(indices[position]):
+            taken.append(
+                f"{uuid} has index {index} now and {indices[position]} in the plan: a new one is "
+                "needed, which site.yml makes"
+            )
+        # An amount that the driver does not tell is none to wait for.
+        if free.isdigit() and int(free) < free_mib:
+            taken.append(f"{uuid} has {free} MiB free of {free_mib} needed")
     return taken

@@ -46,16 +46,49 @@ def test_a_taken_port_is_named():
 
 def test_memory_still_held_is_waited_for(monkeypatch):
     monkeypatch.setattr(waiting, "POLL_S", 0.0)
-    answers = ["GPU-a, 500\nGPU-b, 140000\n"] * 3 + ["GPU-a, 140000\nGPU-b, 140000\n"]
+    held, given_back = "0, GPU-a, 500\n1, GPU-b, 140000\n", "0, GPU-a, 140000\n1, GPU-b, 140000\n"
+    answers = [held] * 3 + [given_back]
     free(uuids=["GPU-a"], free_mib=130000, timeout_s=30, run=lambda command: answers.pop(0))
     assert answers == []
 
 
 def test_memory_that_stays_held_is_named():
     with pytest.raises(HealthError, match="GPU-a has 500 MiB free of 130000 needed"):
-        free(uuids=["GPU-a"], free_mib=130000, run=lambda command: "GPU-a, 500\n")
+        free(uuids=["GPU-a"], free_mib=130000, run=lambda command: "0, GPU-a, 500\n")
 
 
-def test_a_gpu_that_is_gone_is_named():
+@pytest.mark.parametrize("free_mib", [0, 1])
+def test_a_gpu_that_is_gone_is_named(free_mib):
     with pytest.raises(HealthError, match="GPU-b is not there"):
-        free(uuids=["GPU-b"], free_mib=1, run=lambda command: "GPU-a, 500\n")
+        free(uuids=["GPU-b"], free_mib=free_mib, run=lambda command: "0, GPU-a, 500\n")
+
+
+def test_gpus_moved_by_one_that_is_gone_are_named():
+    """By index the engine would take another instance's GPU."""
+    after = "0, GPU-a, 500\n1, GPU-c, 500\n"  # GPU-b was 1, GPU-c was 2
+    with pytest.raises(HealthError, match="GPU-c has index 1 now and 2 in the plan"):
+        free(uuids=["GPU-c"], indices=[2], run=lambda command: after)
+    free(uuids=["GPU-c"], run=lambda command: after)
+    free(uuids=["GPU-a"], indices=[0], run=lambda command: after)
+
+
+def test_a_driver_that_does_not_answer_yet_is_waited_for(monkeypatch):
+    monkeypatch.setattr(waiting, "POLL_S", 0.0)
+    answers = [HealthError("nvidia-smi failed with exit status 9"), "0, GPU-a, 500\n"]
+
+    def run(command):
+        answer = answers.pop(0)
+        if isinstance(answer, HealthError):
+            raise answer
+        return answer
+
+    free(uuids=["GPU-a"], timeout_s=30, run=run)
+    assert answers == []
+    answers.append(HealthError("nvidia-smi failed with exit status 9"))
+    with pytest.raises(HealthError, match="exit status 9"):
+        free(uuids=["GPU-a"], run=run)
+
+
+def test_an_index_for_each_gpu_is_asked_for(capsys):
+    assert cli.main(["wait-free", "--gpus", "GPU-a,GPU-b", "--indices", "0"]) == 1
+    assert "as many entries as --gpus" in capsys.readouterr().err

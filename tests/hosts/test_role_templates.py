@@ -119,3 +119,42 @@ def test_systemd_never_gives_up_on_a_start_before_the_engine_does(render, budget
     assert waits["wait-ready"] >= engine + 30
     # A wait ends up to 10 s, a last look at the server, or 30 s, one at the GPUs, after its limit.
     assert systemd >= waits["wait-free"] + 30 + waits["wait-ready"] + 10
+
+
+TWO_SIZES = {
+    "groups": [PAIR],
+    "gpus": {
+        "1": {"uuid": "GPU-b", "memory_mib": 24000},
+        "2": {"uuid": "GPU-c", "memory_mib": 100000},
+        "3": {"uuid": "GPU-d", "memory_mib": 90000},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "free_mib"),
+    [
+        ({}, 0),
+        ({"gpu_topology_plan": TWO_SIZES}, 90000 * 92 // 100 - 1024),
+        (
+            {
+                "gpu_topology_plan": TWO_SIZES,
+                "vllm_service_engine_args": ["--gpu_memory_utilization=0.5"],
+            },
+            0,
+        ),
+        ({"gpu_topology_plan": TWO_SIZES, "vllm_service_free_mib": 7}, 7),
+    ],
+)
+def test_a_start_waits_for_the_memory_that_the_engine_takes(render, variables, free_mib):
+    waits = words(render("vllm.env.j2", **variables), "DDTREE_WAIT")
+    assert option(waits, "--free-mib") == str(free_mib)
+    assert option(waits, "--gpus") == "GPU-c,GPU-d"
+
+
+def test_gpus_given_by_index_have_to_be_the_planned_ones(render):
+    native = render("vllm.env.j2")
+    assert option(words(native, "DDTREE_WAIT"), "--indices") == "2,3"
+    assert words(native, "CUDA_VISIBLE_DEVICES") == ["2,3"]
+    container = render("vllm.env.j2", vllm_service_mode="container", vllm_service_image="any")
+    assert "--indices" not in words(container, "DDTREE_WAIT")
