@@ -294,3 +294,80 @@ def test_orphans_are_reaped():
     assert supervised.process.poll() is None
     supervised.process.send_signal(signal.SIGTERM)
     assert supervised.end()[0] == 143
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT])
+def test_every_stop_reaches_the_server_as_the_one_that_it_drains_on(number):
+    child = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "print('up', flush=True)\ntime.sleep(60)\n"
+    )
+    supervised = Supervised(child)
+    assert supervised.line() == "up"
+    supervised.process.send_signal(number)
+    code, errors = supervised.end()
+    assert code == 0, errors
+    assert f"{number.name}: draining" in errors
+
+
+def test_a_stop_that_comes_before_the_start_is_not_lost():
+    """Held from the checks on, and given to the server, which starts with no signal blocked."""
+    code = (
+        f"import os, signal, sys; sys.path.insert(0, {str(ROOT / 'images/lib')!r})\n"
+        "from ddtree_container import supervise\n"
+        "mask = supervise.hold_signals()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.exit(supervise.run(['sleep', '60'], os.environ, 'draining', mask))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 143, done.stderr
+    assert "SIGTERM: draining" in done.stderr
+
+
+# Tells that it was asked, and does not answer.
+HANGING_CUDA = """
+int creat(const char *path, unsigned mode);
+unsigned sleep(unsigned seconds);
+int cuInit(unsigned flags) { creat(ASKED, 0600); sleep(50); return 0; }
+"""
+
+
+def test_a_stop_ends_the_checks_before_the_start_with_a_mock_driver(tmp_path):
+    compiler = shutil.which("cc") or shutil.which("tcc")
+    assert compiler, "the stand-in of libcuda needs a C compiler: apt-get install tcc"
+    asked, device = tmp_path / "asked", tmp_path / "device"
+    device.write_text("cuda\n")
+    source = tmp_path / "cuda.c"
+    source.write_text(HANGING_CUDA.replace("ASKED", f'"{asked}"'))
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True, timeout=60)
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'images/lib')!r})\n"
+        "from pathlib import Path\n"
+        "from ddtree_container import main\n"
+        f"main.DEVICE = Path({str(device)!r})\n"
+        "sys.exit(main.main(['serve', '/m', '--drafter', '/d']))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)},
+    )
+    try:
+        end = time.monotonic() + 30
+        while not asked.exists():
+            assert process.poll() is None
+            assert time.monotonic() < end, "the driver was not asked"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 143, errors
+    assert "SIGTERM before the server was started" in errors
+    assert "Traceback" not in errors
+
+

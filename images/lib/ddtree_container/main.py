@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
@@ -45,7 +46,24 @@ def _run(words: list[str], environment: MutableMapping[str, str]) -> int:
         return 0
     if kind == "run":
         os.execvp(rest[0], rest)
-    wanted = settings.serve(rest, environment)
+    try:
+        with supervise.stoppable():
+            wanted = settings.serve(rest, environment)
+            _check(wanted, environment)
+            drain = wanted.number("--shutdown-timeout", 0)
+            mask = supervise.hold_signals()
+    except supervise.StopRequest as stop:
+        supervise.say(f"{signal.Signals(stop.number).name} before the server was started")
+        return 128 + stop.number
+    for name in (*settings.OPTIONS, *settings.OTHERS):
+        environment.pop(name, None)
+    return supervise.run(
+        wanted.command, environment, f"requests in flight have {drain} s to finish", mask
+    )
+
+
+def _check(wanted: settings.Serve, environment: MutableMapping[str, str]) -> None:
+    """Everything that has to hold before weights are loaded."""
     said = checks.prepare_folders(environment)
     if said:
         supervise.say(said)
@@ -54,12 +72,6 @@ def _run(words: list[str], environment: MutableMapping[str, str]) -> int:
     wanted.port  # noqa: B018 - raises
     if DEVICE.read_text(encoding="ascii").strip() == "cuda":
         checks.check_cuda()
-    drain = wanted.number("--shutdown-timeout", 0)
-    for name in (*settings.OPTIONS, *settings.OTHERS):
-        environment.pop(name, None)
-    return supervise.run(
-        wanted.command, environment, f"requests in flight have {drain} s to finish"
-    )
 
 
 def classify(words: list[str]) -> tuple[str, list[str]]:
