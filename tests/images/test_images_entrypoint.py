@@ -236,6 +236,11 @@ class Supervised:
         ("import sys; sys.exit(3)", 3),
         ("import os; os.kill(os.getpid(), 9)", 137),
         ("pass", 1),
+def test_missing_shared_memory_is_a_sentence(tmp_path):
+    with pytest.raises(ContainerError, match=r"cannot be looked at .No such file.*--shm-size 16g"):
+        checks.check_shm(2, str(tmp_path / "none"))
+
+
     ],
 )
 def test_a_server_that_ends_by_itself_never_gives_exit_code_0(child, code):

@@ -92,11 +92,17 @@ def check_shm(tensor_parallel_size: int, folder: str = "/dev/shm") -> None:
     """Ranks of one engine exchange data in /dev/shm; Docker's default is 64 MB.
 
     Raises:
-        ContainerError: it is too small for more than one rank.
+        ContainerError: it is too small for more than one rank, or missing.
     """
     if tensor_parallel_size <= 1:
         return
-    stat = os.statvfs(folder)
+    try:
+        stat = os.statvfs(folder)
+    except OSError as error:
+        raise ContainerError(
+            f"{folder} cannot be looked at ({error.strerror}), and tensor parallelism needs 1024 MiB "
+            "there: --shm-size 16g"
+        ) from None
     size = stat.f_frsize * stat.f_blocks
     if size < SHM_LEAST:
         raise ContainerError(
