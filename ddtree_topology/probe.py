@@ -57,7 +57,8 @@ def probe(
         in groups.
 
     Raises:
-        TopologyError: the plan has no GPU to probe, or `python` cannot be run.
+        TopologyError: the plan has no GPU to probe, `python` cannot be run or has no torch, or the
+            GPUs are not free. None of these says anything of the links.
     """
     groups = [group for group in plan.get("groups", []) if group.get("gpus")]
     if not groups:
@@ -150,9 +151,17 @@ def _round(
     timeout_s: float,
 ) -> list[dict[str, Any]]:
     with ThreadPoolExecutor(len(groups)) as pool:
-        return list(
+        results = list(
             pool.map(lambda group: _run_group(group, command, extra, backend, timeout_s), groups)
         )
+    for number, result in enumerate(results):
+        if result["status"] == "unable":
+            said = (result["detail"].splitlines() or ["it does not say why"])[-1]
+            raise TopologyError(
+                f"nothing was probed over {_names(groups[number])}: {said}. Name an interpreter "
+                "that has torch with --python, stop what uses the GPUs, and probe again"
+            )
+    return results
 
 
 def _run_group(
@@ -246,6 +255,9 @@ def _judge(codes: Sequence[int | None], timeout_s: float) -> tuple[str, str, int
     for rank, code in numbered:
         if code == rank_module.WRONG:
             return "wrong", "gave wrong sums", rank
+    for rank, code in numbered:
+        if code == rank_module.UNABLE:
+            return "unable", "could not be tried", rank
     for rank, code in numbered:
         if code:
             return "failed", f"failed (rank {rank}, exit status {code})", rank

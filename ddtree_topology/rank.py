@@ -2,7 +2,8 @@
 """One rank of the probe: all-reduces of known sums, every element checked.
 
 Run as a program by `probe.py`, with whatever Python has torch; imports nothing of this package.
-Prints one JSON line. Exit status: 0 sums right, 3 sums wrong, 1 anything else.
+Prints one JSON line. Exit status: 0 sums right, 3 sums wrong, 4 nothing could be tried (there is no
+torch, or no free memory on a GPU), 1 anything else.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-RIGHT, WRONG = 0, 3
+RIGHT, WRONG, UNABLE = 0, 3, 4
 # Below and above NCCL's and vLLM's own switch-overs: a decode step's 10 KiB, then a prefill's.
 _ELEMENTS = (1, 2560, 1 << 18, 1 << 24)
 _ROUNDS = 20
@@ -31,7 +32,20 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, required=True, help="seconds")
     parser.add_argument("--most-elements", type=int, default=_ELEMENTS[-1])
     options = parser.parse_args()
+    try:
+        return _run(options)
+    except ImportError as error:
+        print(f"{sys.executable} has no torch ({error})", flush=True)
+    except Exception as error:
+        # Of the caching allocator, of CUDA itself, or of NCCL: no class is common to them.
+        if "out of memory" not in str(error).lower():
+            raise
+        print(f"a GPU has no memory free for it ({str(error).splitlines()[0]})", flush=True)
+    # At once: a peer may hold this rank's end up.
+    os._exit(UNABLE)
 
+
+def _run(options: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 

@@ -117,6 +117,36 @@ def test_a_rank_without_a_report_has_proven_nothing(stub):
     assert verdict["collectives"] is False
 
 
+def test_a_python_without_torch_proves_nothing(tmp_path):
+    """No verdict on the links: else P2P would be judged by what was never tried."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')  # no installed package
+    bare.chmod(0o755)
+    with pytest.raises(TopologyError) as refused:
+        probe(pairs("10"), python=str(bare), timeout_s=60)
+    assert "has no torch (No module named 'torch')" in str(refused.value)
+    assert "--python" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA out of memory. Tried to allocate 64.00 MiB.",
+        "NCCL error\\nCuda failure 2 'out of memory'",
+    ],
+)
+def test_full_gpus_prove_nothing_with_a_fake_torch(tmp_path, monkeypatch, said):
+    (tmp_path / "torch/distributed").mkdir(parents=True)
+    (tmp_path / "torch/distributed/__init__.py").write_text("")
+    (tmp_path / "torch/__init__.py").write_text(
+        f'class cuda:\n    def init():\n        raise RuntimeError("{said}")\n'
+        "def device(*_):\n    return None\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(TopologyError, match=r"over GPU0, GPU1: a GPU has no memory free for it"):
+        probe(pairs("10"), timeout_s=60)
+
+
 def test_ranks_see_their_group_by_uuid_and_no_old_switch(stub, monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     script = f"""

@@ -236,6 +236,40 @@ exec {folder}/bin/ddtree-topology "$@" --python {folder}/fake-python
 
 
 @pytest.mark.ansible
+def test_what_the_probe_could_not_prove_is_told_and_tried_again(host):
+    """A verdict of that is kept nowhere: it would refuse every later plan."""
+    python, verdict = host.folder / "venv/bin/python", host.folder / "etc/p2p-verdict.json"
+    python.parent.mkdir(parents=True)
+    # The service's own interpreter is taken where there is one.
+    wanted = {"gpu_topology_probe": True, "vllm_service_venv": str(host.folder / "venv")}
+
+    def told(rank):
+        python.write_text(f"#!/bin/sh\n{rank}\n")
+        python.chmod(0o755)
+        done = host(**wanted)
+        assert done.returncode != 0
+        assert not verdict.exists()
+        return " ".join((done.stdout + done.stderr).split())
+
+    assert "The probe failed with P2P on and off: P2P is off" in told("exit 3")
+    said = told("echo 'python has no torch (x)'; exit 4")
+    assert "The probe could not run: nothing was probed over GPU0, GPU1: python has no" in said
+    assert "run site.yml once with gpu_topology_probe=false, then playbooks/stop.yml" in said
+
+    # Instances hold the GPUs, says a fake systemctl.
+    systemctl = host.folder / "bin/systemctl"
+    systemctl.write_text("#!/bin/sh\necho 'ddtree-vllm@0.service loaded active running vLLM'\n")
+    systemctl.chmod(0o755)
+    assert "ddtree-vllm@0.service hold them. Stop them" in told("exit 0")
+    systemctl.unlink()
+
+    python.write_text("""#!/bin/sh\necho '{"checked": 1, "peer_access": true}'\n""")
+    assert changed(host(**wanted)) == 2  # the verdict and the plan
+    assert json.loads((host.folder / "etc/topology.json").read_text())["p2p"]["on"] is True
+    assert changed(host(entry="uninstall")) == 3
+
+
+@pytest.mark.ansible
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
