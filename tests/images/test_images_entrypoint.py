@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The image's entry point without an image: settings, checks before the start, and what PID 1 does."""
 
+import http.server
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -136,6 +139,79 @@ def test_folders_are_made_and_a_temporary_folder_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["HOME", "XDG_CACHE_HOME", "TMPDIR"])
+@pytest.mark.parametrize(
+    ("options", "url"),
+    [
+        ([], "http://127.0.0.1:8000"),
+        (["--host", "::", "--port", "9000"], "http://[::1]:9000"),
+        (["--host=10.0.0.7"], "http://10.0.0.7:8000"),
+        (["--host", "fd00::7"], "http://[fd00::7]:8000"),
+        (["--ssl-keyfile", "/k", "--ssl_certfile=/c"], "https://127.0.0.1:8000"),
+    ],
+)
+def test_the_health_check_asks_where_the_server_listens(options, url):
+    assert settings.serve(options, {}, DEMO).url == url
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def tls_server(tmp_path):
+    """A server whose certificate names another host and is nobody's."""
+    key, certificate = tmp_path / "key", tmp_path / "certificate"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    subprocess.run(
+        [*make.split(), "-subj", "/CN=llm.example.com", "-keyout", key, "-out", certificate],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_health_check_of_a_server_with_tls_passes(tls_server, tmp_path):
+    """As process 1 would be asked: its words are given instead of /proc/1/cmdline."""
+    code = (
+        f"import sys; sys.path[:0] = [{str(ROOT / 'images/lib')!r}, {str(ROOT)!r}]\n"
+        "from ddtree_container import main, settings\n"
+        f"words = ['/m', '--no-speculation', '--port', '{tls_server}', '--ssl-certfile', '/c']\n"
+        "main._served = lambda environment: settings.serve(words, environment)\n"
+        "sys.exit(main.main(['healthcheck']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_container_that_runs_something_else_has_no_health(capsys):
+    assert "ddtree-entrypoint" not in Path("/proc/1/cmdline").read_text()
+    assert main.main(["healthcheck"]) == 1
+    assert "does not serve: its first process is" in capsys.readouterr().err
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
     environment = {"HOME": str(tmp_path), name: "/proc/nothing"}
     with pytest.raises(ContainerError, match=f"{name}=/proc/nothing cannot be written by user"):
@@ -160,6 +236,11 @@ int cuDeviceGetCount(int *count) { *count = COUNT; return 0; }
     ("init", "count", "sentence"),
     [
         (0, 2, ""),
+def test_missing_shared_memory_is_a_sentence(tmp_path):
+    with pytest.raises(ContainerError, match=r"cannot be looked at .No such file.*--shm-size 16g"):
+        checks.check_shm(2, str(tmp_path / "none"))
+
+
         (0, 0, "error 100): no GPU is in the container"),
         (100, 0, "error 100): no GPU is in the container"),
         (802, 0, "error 802): the NVSwitch fabric is not up: nvidia-fabricmanager"),
@@ -236,11 +317,6 @@ class Supervised:
         ("import sys; sys.exit(3)", 3),
         ("import os; os.kill(os.getpid(), 9)", 137),
         ("pass", 1),
-def test_missing_shared_memory_is_a_sentence(tmp_path):
-    with pytest.raises(ContainerError, match=r"cannot be looked at .No such file.*--shm-size 16g"):
-        checks.check_shm(2, str(tmp_path / "none"))
-
-
     ],
 )
 def test_a_server_that_ends_by_itself_never_gives_exit_code_0(child, code):
@@ -266,39 +342,6 @@ def test_a_stop_is_passed_on_and_waited_for():
     assert "SIGTERM: draining" in errors
 
 
-def test_other_signals_are_no_stop():
-    child = (
-        "import signal\n"
-        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})\n"
-        "print('up', flush=True)\n"
-        "for _ in range(2):\n"
-        "    signal.sigwait({signal.SIGHUP}); print('hup', flush=True)\n"
-    )
-    supervised = Supervised(child)
-    assert supervised.line() == "up"
-    for _ in range(2):  # it lives on after the first
-        supervised.process.send_signal(signal.SIGHUP)
-        assert supervised.line() == "hup"
-    assert supervised.end()[0] == 1
-
-
-def test_orphans_are_reaped():
-    """A grandchild whose parent has ended comes here, and leaves no zombie."""
-    child = (
-        "import signal, subprocess, sys\n"
-        "subprocess.run(['sh', '-c', 'sleep 0.2 & echo $!'])\n"
-        "sys.stdout.flush()\nsignal.pause()\n"
-    )
-    supervised = Supervised(child)
-    orphan = int(supervised.line())
-    end = time.monotonic() + 10
-    while os.path.exists(f"/proc/{orphan}"):
-        state = Path(f"/proc/{orphan}/stat").read_text().rsplit(")", 1)[1].split()[:2]
-        assert time.monotonic() < end, f"process {orphan} is still there: {state}"
-        time.sleep(0.1)
-    assert supervised.process.poll() is None
-    supervised.process.send_signal(signal.SIGTERM)
-    assert supervised.end()[0] == 143
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT])
 def test_every_stop_reaches_the_server_as_the_one_that_it_drains_on(number):
     child = (
@@ -376,3 +419,36 @@ def test_a_stop_ends_the_checks_before_the_start_with_a_mock_driver(tmp_path):
     assert "Traceback" not in errors
 
 
+def test_other_signals_are_no_stop():
+    child = (
+        "import signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})\n"
+        "print('up', flush=True)\n"
+        "for _ in range(2):\n"
+        "    signal.sigwait({signal.SIGHUP}); print('hup', flush=True)\n"
+    )
+    supervised = Supervised(child)
+    assert supervised.line() == "up"
+    for _ in range(2):  # it lives on after the first
+        supervised.process.send_signal(signal.SIGHUP)
+        assert supervised.line() == "hup"
+    assert supervised.end()[0] == 1
+
+
+def test_orphans_are_reaped():
+    """A grandchild whose parent has ended comes here, and leaves no zombie."""
+    child = (
+        "import signal, subprocess, sys\n"
+        "subprocess.run(['sh', '-c', 'sleep 0.2 & echo $!'])\n"
+        "sys.stdout.flush()\nsignal.pause()\n"
+    )
+    supervised = Supervised(child)
+    orphan = int(supervised.line())
+    end = time.monotonic() + 10
+    while os.path.exists(f"/proc/{orphan}"):
+        state = Path(f"/proc/{orphan}/stat").read_text().rsplit(")", 1)[1].split()[:2]
+        assert time.monotonic() < end, f"process {orphan} is still there: {state}"
+        time.sleep(0.1)
+    assert supervised.process.poll() is None
+    supervised.process.send_signal(signal.SIGTERM)
+    assert supervised.end()[0] == 143

@@ -122,10 +122,15 @@ def _healthcheck(environment: MutableMapping[str, str]) -> int:
     """Docker's HEALTHCHECK: 0 or 1; Docker keeps 2, which ddtree-health says of a hung engine, for itself."""
     from ddtree_health.cli import main as health
 
-    port = _served(environment).port
+    url = _served(environment).url
     folder, _ = checks.temporary_folder(environment)
     state = os.path.join(folder, "ddtree-healthcheck.json")
-    call = ["check", "--checks", "live,ready", "--url", f"http://127.0.0.1:{port}"]
+    if url.startswith("https:"):
+        import ssl
+
+        # The container asks itself, by an address that its certificate does not name.
+        ssl._create_default_https_context = ssl._create_unverified_context  # type: ignore[assignment]
+    call = ["check", "--checks", "live,ready", "--url", url]
     return 1 if health([*call, "--state", state]) else 0
 
 
@@ -133,7 +138,11 @@ def _served(environment: MutableMapping[str, str]) -> settings.Serve:
     """What PID 1 was asked to serve: a health check is started with its variables, without its arguments."""
     words = Path("/proc/1/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     ours = [i for i, word in enumerate(words) if word.endswith("/ddtree-entrypoint")]
-    kind, rest = classify(words[ours[-1] + 1 :] if ours else [])
+    if not ours:
+        raise ContainerError(
+            f"this container does not serve: its first process is {' '.join(words[:3]) or 'another'}"
+        )
+    kind, rest = classify(words[ours[-1] + 1 :])
     if kind != "serve":
         raise ContainerError("this container does not serve")
     return settings.serve(rest, environment)

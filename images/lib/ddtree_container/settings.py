@@ -96,6 +96,16 @@ def serve(
 ) -> Serve:
     """The command that these arguments (behind `serve`) and variables ask for.
 
+    @property
+    def url(self) -> str:
+        """Where the container itself finds the server."""
+        scheme = (
+            "https" if {"--ssl-certfile", "--ssl-keyfile"} & {*_values(self.options)} else "http"
+        )
+        host = (self.value("--host") or "").strip("[]")
+        host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
     Args:
         demo: folder of a pair to serve where no other is named; None if there is none.
 
