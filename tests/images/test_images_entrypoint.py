@@ -83,10 +83,18 @@ def test_a_static_tree_sets_its_own_budget():
     [
         ([], {"DDTREE_BUGDET": "3"}, "did you mean DDTREE_BUDGET?"),
         ([], {"DDTREE_MODEL": "/m"}, "the drafter is missing: set DDTREE_DRAFTER"),
-        (["/m"], {"DDTREE_DRAFTER": "/d"}, "the drafter is missing"),
+        (["/m"], {"DDTREE_DRAFTER": "/d"}, "with DDTREE_MODEL and not with /m; give --drafter"),
         ([], {"DDTREE_DRAFTER": "/d"}, "DDTREE_MODEL is not: name the drafter's target"),
         ([], {"DDTREE_SPECULATION": "no"}, "is on or off, not 'no'"),
         ([], {"DDTREE_ARGS": "--x 'a"}, "DDTREE_ARGS is not a list of words"),
+        ([], {"DDTREE_ARGS": "--seed 1 --help"}, "DDTREE_ARGS asks for help"),
+        (["--config", "/c.yml"], {}, "--config: this image fills in options"),
+        ([], {"DDTREE_ARGS": "--config=/c.yml"}, "--config: this image fills in options"),
+        (["--uds", "/run/s"], {}, "--uds: this image is asked over TCP"),
+        (["--ssl_cert_reqs=2"], {}, "--ssl-cert-reqs 2 asks clients for a certificate"),
+        ([], {"DDTREE_PORT": "tcp://10.0.0.1:80"}, "pod, or rename the Service"),
+        ([], {"DDTREE_PORT_8000_TCP_ADDR": "10.0.0.1"}, "set enableServiceLinks: false"),
+        ([], {"DDTREE_VLLM_SERVICE_HOST": "10.0.0.1"}, "set enableServiceLinks: false"),
     ],
 )
 def test_what_cannot_be_served_is_a_sentence(arguments, environment, sentence):
@@ -111,6 +119,9 @@ def test_an_image_without_a_demo_pair_asks_for_a_model(tmp_path):
         (["ddtree-health", "--json"], "run", ["ddtree-health", "--json"]),
         (["--help"], "help", []),
         (["serve", "--help"], "help", []),
+        (["--budget", "3", "--help"], "run", ["ddtree-vllm", "serve", "--help"]),
+        (["serve", "/m", "-h"], "run", ["ddtree-vllm", "serve", "--help"]),
+        (["--help=Frontend"], "run", ["vllm", "serve", "--help=Frontend"]),
     ],
 )
 def test_the_first_word_says_what_is_run(call, kind, rest):
@@ -128,17 +139,6 @@ def test_help_names_every_variable(capsys):
     assert [name for name in (*settings.OPTIONS, *settings.OTHERS) if name not in said] == []
 
 
-# ---- checks
-
-
-def test_folders_are_made_and_a_temporary_folder_is_found(tmp_path):
-    environment = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}
-    assert checks.prepare_folders(environment) == ""
-    assert (tmp_path / "home/.cache/torchinductor").is_dir()
-    assert environment["TMPDIR"] == str(tmp_path / "tmp")
-
-
-@pytest.mark.parametrize("name", ["HOME", "XDG_CACHE_HOME", "TMPDIR"])
 @pytest.mark.parametrize(
     ("options", "url"),
     [
@@ -212,6 +212,17 @@ def test_a_container_that_runs_something_else_has_no_health(capsys):
     assert "does not serve: its first process is" in capsys.readouterr().err
 
 
+# ---- checks
+
+
+def test_folders_are_made_and_a_temporary_folder_is_found(tmp_path):
+    environment = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}
+    assert checks.prepare_folders(environment) == ""
+    assert (tmp_path / "home/.cache/torchinductor").is_dir()
+    assert environment["TMPDIR"] == str(tmp_path / "tmp")
+
+
+@pytest.mark.parametrize("name", ["HOME", "XDG_CACHE_HOME", "TMPDIR"])
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
     environment = {"HOME": str(tmp_path), name: "/proc/nothing"}
     with pytest.raises(ContainerError, match=f"{name}=/proc/nothing cannot be written by user"):
@@ -225,6 +236,11 @@ def test_small_shared_memory_is_refused_for_more_than_one_rank():
     checks.check_shm(1, "/proc")
 
 
+def test_missing_shared_memory_is_a_sentence(tmp_path):
+    with pytest.raises(ContainerError, match=r"cannot be looked at .No such file.*--shm-size 16g"):
+        checks.check_shm(2, str(tmp_path / "none"))
+
+
 # A driver that answers as it is told, for a machine without one.
 STUB_CUDA = """
 int cuInit(unsigned flags) { return INIT; }
@@ -236,11 +252,6 @@ int cuDeviceGetCount(int *count) { *count = COUNT; return 0; }
     ("init", "count", "sentence"),
     [
         (0, 2, ""),
-def test_missing_shared_memory_is_a_sentence(tmp_path):
-    with pytest.raises(ContainerError, match=r"cannot be looked at .No such file.*--shm-size 16g"):
-        checks.check_shm(2, str(tmp_path / "none"))
-
-
         (0, 0, "error 100): no GPU is in the container"),
         (100, 0, "error 100): no GPU is in the container"),
         (802, 0, "error 802): the NVSwitch fabric is not up: nvidia-fabricmanager"),

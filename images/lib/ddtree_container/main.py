@@ -81,9 +81,9 @@ def classify(words: list[str]) -> tuple[str, list[str]]:
     if words and words[0] in ("-h", "--help", "help"):
         return "help", []
     if words[:1] == ["serve"]:
-        return ("help", []) if words[1:2] in (["-h"], ["--help"]) else ("serve", words[1:])
+        return ("help", []) if words[1:2] in (["-h"], ["--help"]) else _serve(words[1:])
     if not words or (words[0].startswith("-") and words[0] != "--version"):
-        return "serve", words
+        return _serve(words)
     if words[0] in ("doctor", "--version"):
         return "run", ["ddtree-vllm", *words]
     if words[0] in COMMANDS:
@@ -92,6 +92,15 @@ def classify(words: list[str]) -> tuple[str, list[str]]:
         f"{words[0]!r} is no command of this image: options come first, or serve MODEL, doctor, "
         f"{', '.join(COMMANDS)}; --help says more"
     )
+
+
+def _serve(words: list[str]) -> tuple[str, list[str]]:
+    """Help among the options is a command that ends, and no server: nobody has to ask it to."""
+    if not settings.asks_for_help(words):
+        return "serve", words
+    groups = [word for word in words if word.startswith("--help=")]
+    # vLLM's own options come in groups, --help=GROUP.
+    return "run", ["vllm", "serve", groups[0]] if groups else ["ddtree-vllm", "serve", "--help"]
 
 
 def _variables() -> list[tuple[str, str]]:

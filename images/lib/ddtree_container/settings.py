@@ -7,6 +7,7 @@ An argument wins over the variable of the same option, a variable over the defau
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,18 @@ OTHERS = (
     "DDTREE_ARGS",
 )
 ALIASES = {"-tp": "--tensor-parallel-size"}
+# What Kubernetes adds to every pod beside a Service whose name begins with ddtree.
+SERVICE_LINK = re.compile(
+    r"DDTREE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
+)
+SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
+# What vLLM has and this image has not, with the reason.
+REFUSED = {
+    "--config": "this image fills in options that count more than a file's; write them behind the "
+    "image's name, or in DDTREE_ARGS",
+    "--uds": "this image is asked over TCP, by its own health check too; leave it out, and choose "
+    "--host and --port",
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,16 @@ class Serve:
             raise ContainerError(f"{option} must be a whole number, not {text!r}") from None
 
     @property
+    def url(self) -> str:
+        """Where the container itself finds the server."""
+        scheme = (
+            "https" if {"--ssl-certfile", "--ssl-keyfile"} & {*_values(self.options)} else "http"
+        )
+        host = (self.value("--host") or "").strip("[]")
+        host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
     def port(self) -> int:
         port = self.number("--port", 8000)
         if not 1 <= port <= 65535:
@@ -96,16 +119,6 @@ def serve(
 ) -> Serve:
     """The command that these arguments (behind `serve`) and variables ask for.
 
-    @property
-    def url(self) -> str:
-        """Where the container itself finds the server."""
-        scheme = (
-            "https" if {"--ssl-certfile", "--ssl-keyfile"} & {*_values(self.options)} else "http"
-        )
-        host = (self.value("--host") or "").strip("[]")
-        host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
-
     Args:
         demo: folder of a pair to serve where no other is named; None if there is none.
 
@@ -117,8 +130,23 @@ def serve(
     model = given.pop(0) if given and not given[0].startswith("-") else ""
     given = [*_words("DDTREE_ARGS", environment), *given]
     options = _values(given)
+    for name, why in REFUSED.items():
+        if name in options:
+            raise ContainerError(f"{name}: {why}")
+    if asks_for_help(given):
+        raise ContainerError(
+            "DDTREE_ARGS asks for help: give --help behind the image's name instead"
+        )
+    if options.get("--ssl-cert-reqs", "0") == "2":
+        raise ContainerError(
+            "--ssl-cert-reqs 2 asks clients for a certificate, and the image's own health check has "
+            "none: leave it out, and let a proxy in front ask"
+        )
     filled: dict[str, str] = dict(DEFAULTS)
     drafter = ""
+    lonely = ""
+    if model and environment.get("DDTREE_DRAFTER"):
+        lonely = f"DDTREE_DRAFTER goes with DDTREE_MODEL and not with {model}; "
     if not model:
         model, drafter = environment.get("DDTREE_MODEL", ""), environment.get("DDTREE_DRAFTER", "")
         if not model and demo is not None and demo.is_dir():
@@ -138,8 +166,9 @@ def serve(
         if drafter:
             filled["--drafter"] = drafter
         if "--drafter" not in {**filled, **options}:
+            remedy = "" if lonely else "set DDTREE_DRAFTER, "
             raise ContainerError(
-                "the drafter is missing: set DDTREE_DRAFTER, give --drafter behind the model, or "
+                f"the drafter is missing: {lonely}{remedy}give --drafter behind the model, or "
                 "serve the model alone with DDTREE_SPECULATION=off"
             )
         if not {"--budget", "--static-tree"} & {*filled, *options}:
@@ -152,6 +181,10 @@ def serve(
     return Serve(model, (*words, *switch, *given))
 
 
+def asks_for_help(words: Sequence[str]) -> bool:
+    return any(word in ("-h", "--help") or word.startswith("--help=") for word in words)
+
+
 def _speculates(options: Mapping[str, str], environment: Mapping[str, str]) -> bool:
     wanted = environment.get("DDTREE_SPECULATION", "") or "on"
     if wanted not in ("on", "off"):
@@ -162,7 +195,14 @@ def _speculates(options: Mapping[str, str], environment: Mapping[str, str]) -> b
 def _refuse_unknown(environment: Mapping[str, str]) -> None:
     known = (*OPTIONS, *OTHERS)
     for name in sorted(environment):
-        if name.startswith("DDTREE_") and name not in known:
+        if not name.startswith("DDTREE_"):
+            continue
+        if SERVICE_LINK.fullmatch(name) or SERVICE_ADDRESS.match(environment[name]):
+            raise ContainerError(
+                f"{name}={environment[name]} is of a Kubernetes Service whose name begins with "
+                "ddtree: set enableServiceLinks: false in the pod, or rename the Service"
+            )
+        if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
             raise ContainerError(f"{name} is no variable of this image{hint}")
