@@ -143,7 +143,15 @@ def plan(
     warnings += [_acs_text(item) for item in acs]
 
     groups = [
-        _group(number, group, gpus=gpus, matrix=matrix, p2p=decision.on, warnings=warnings)
+        _group(
+            number,
+            group,
+            gpus=gpus,
+            matrix=matrix,
+            p2p=decision.on,
+            memory_utilization=memory_utilization,
+            warnings=warnings,
+        )
         for number, group in enumerate(best.groups)
     ]
     for number, group in enumerate(groups):
@@ -405,6 +413,7 @@ def _group(
     gpus: Sequence[Gpu],
     matrix: Matrix,
     p2p: bool,
+    memory_utilization: float,
     warnings: list[str],
 ) -> dict[str, Any]:
     ranks = [links.rank(matrix.links[i][j]) for i, j in combinations(members, 2)]
@@ -429,7 +438,13 @@ def _group(
         "memory_node": _union(nodes),
         "env": {**DEVICE_ORDER, **vllm},
         "nccl_env": nccl,
-        "engine_args": ["--tensor-parallel-size", str(len(members)), *arguments],
+        "engine_args": [
+            "--tensor-parallel-size",
+            str(len(members)),
+            "--gpu-memory-utilization",
+            f"{memory_utilization:g}",
+            *arguments,
+        ],
     }
 
 

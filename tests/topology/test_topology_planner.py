@@ -96,6 +96,8 @@ def test_plan_of_a_real_machine(number):
             "engine_args": [
                 "--tensor-parallel-size",
                 str(size),
+                "--gpu-memory-utilization",
+                "0.92",
                 *(P2P_OFF_ARGUMENTS if off else []),
             ],
             "port": 8000 + number_,
@@ -338,6 +340,12 @@ def test_ports_caches_and_keys_differ_between_instances():
     newer = plan(machines.machine("03"), machines.alike(8), tensor_parallel=2, driver="590.1")
     # A new driver must not find the old one's peer access cache.
     assert newer["groups"][0]["cache_key"] != made["groups"][0]["cache_key"]
+
+
+def test_the_engine_is_told_the_part_of_the_memory_that_was_planned_with():
+    made = plan(machines.machine("06"), memory_utilization=0.8, tensor_parallel=2)
+    given = made["groups"][0]["engine_args"]
+    assert given[given.index("--gpu-memory-utilization") + 1] == "0.8"
 
 
 def test_a_host_without_gpus_serves_only_when_asked_to():
