@@ -3,9 +3,9 @@
 
 Usage: python3 streaming_client.py HOST PORT FOLDER
 
-FOLDER/seen always has one JSON object: streams that began to answer, that were finished, that were
-broken after their first byte, and requests that were turned away before it (refused, or answered
-with a status that is not 200). The same is printed at the end.
+FOLDER/seen always has one JSON object: streams that began to answer, that were finished, requests that
+were turned away (the connection refused, or status 503), and how everything else ended: broken. The
+same is printed at the end.
 """
 
 import http.client
@@ -27,16 +27,19 @@ BODY = {
 def stream(host, port, began):
     """ "finished", "turned away", or what broke the stream; calls began() at its first token."""
     connection = http.client.HTTPConnection(host, port, timeout=300)
+    reason = None
     try:
+        try:
+            connection.connect()
+        except ConnectionRefusedError:
+            return "turned away"
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/chat/completions", json.dumps(BODY), headers)
         answer = connection.getresponse()
-        if answer.status != 200:
+        if answer.status == 503:
             return "turned away"
-    except (OSError, http.client.HTTPException):
-        return "turned away"
-    reason = None
-    try:
+        if answer.status != 200:
+            return f"status {answer.status}"
         for line in answer:
             text = line.decode().strip()
             if not text.startswith("data:"):
@@ -52,7 +55,7 @@ def stream(host, port, began):
                 began = None
             for choice in event["choices"]:
                 reason = choice.get("finish_reason") or reason
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return f"{type(error).__name__} {error}"
     finally:
         connection.close()
