@@ -157,15 +157,38 @@ def test_a_second_run_changes_nothing_and_restarts_nothing(lab, runtime):
 def test_a_changed_configuration_restarts_docker_and_says_whom_that_stops(lab, runtime):
     before = lab.run(NODE, "systemctl show -p InvocationID --value docker")
     lab.run(NODE, "echo somebodys-database >/run/stand-in-containers")
-    refused = runtime(container_runtime_log_max_size="9m", container_runtime_restart=False)
-    assert refused.returncode != 0
-    assert "which stops somebodys-database" in refused.stdout
-    assert lab.run(NODE, "systemctl show -p InvocationID --value docker") == before
-    done = runtime(container_runtime_log_max_size="8m")
+    smaller = {"container_runtime_log_max_size": "8m"}
+    there = lab.run(NODE, "cat /etc/docker/daemon.json")
+    for _ in range(2):  # a refusal leaves nothing behind that would look done
+        refused = runtime(container_runtime_restart=False, **smaller)
+        assert refused.returncode != 0
+        assert "which stops somebodys-database" in refused.stdout
+        assert lab.run(NODE, "cat /etc/docker/daemon.json") == there
+        assert lab.run(NODE, "systemctl show -p InvocationID --value docker") == before
+    done = runtime(**smaller)
     assert changed(done) > 0
     assert "Docker is restarted, and with it somebodys-database" in done.stdout
     assert lab.run(NODE, "systemctl show -p InvocationID --value docker") != before
-    assert changed(runtime(container_runtime_log_max_size="8m")) == 0
+    assert changed(runtime(**smaller)) == 0
+    # A run that was cut off after it wrote: the next one restarts Docker.
+    before = lab.run(NODE, "systemctl show -p InvocationID --value docker")
+    lab.run(NODE, "touch /run/ddtree-docker-restart")
+    assert changed(runtime(**smaller)) == 1
+    assert lab.run(NODE, "systemctl show -p InvocationID --value docker") != before
+    assert changed(runtime(**smaller)) == 0
+
+
+def test_a_host_that_serves_natively_is_asked_nothing_of_its_docker(lab, runtime):
+    """Also where the role preflight asks; an old Docker of others would be refused."""
+    lab.run(NODE, "cp /usr/bin/docker /root/docker && sed -i 's/29.1.3/20.10.24/' /usr/bin/docker")
+    try:
+        wanted = {"preflight_report": "", "playbook": "site.yml"}
+        refused = runtime("--tags", "preflight", **wanted)
+        assert "Docker 20.10.24 is on this host" in refused.stdout
+        native = runtime("--tags", "preflight", container_runtime_enabled="auto", **wanted)
+        assert "Docker 20.10.24" not in native.stdout
+    finally:
+        lab.run(NODE, "cp /root/docker /usr/bin/docker")
 
 
 def test_another_driver_is_named_anew_at_the_next_boot(lab, runtime):

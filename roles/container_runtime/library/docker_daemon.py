@@ -49,7 +49,7 @@ options:
 attributes:
   check_mode:
     support: full
-    description: Tells what would change.
+    description: Tells what would change, and refuses what would be refused.
   diff_mode:
     support: full
     description: Shows both files.
@@ -207,6 +207,15 @@ def validate(path):
         raise Refused(f"Docker does not accept the merged file: {done.stdout.strip()}")
 
 
+def try_out(text):
+    """Lets Docker look at what would be written."""
+    if text:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
+            file.write(text)
+            file.flush()
+            validate(file.name)
+
+
 def write(path, text):
     """Replaces a file in one step, or removes it if there is nothing to say."""
     if not text:
@@ -260,6 +269,8 @@ def main():
         record = {SEPARATOR.join(path): value for path, value in ours.items()}
         content_changed = merged != there
         changed = content_changed or ours != ours_before
+        if content_changed and module.check_mode:
+            try_out(text_of(merged))
         if changed and not module.check_mode:
             if content_changed:
                 write(params["path"], text_of(merged))
