@@ -29,6 +29,8 @@ class Case:
         path: of the endpoint.
         body: without the model's name.
         stream: whether it is sent streamed too.
+        holds: pattern at the start of what is said, where a constraint says so: one that nobody applies
+            would give the same answer twice.
         refused: where vLLM refuses the feature under speculation, a word of the sentence; the
             server without speculation then serves it.
     """
@@ -38,6 +40,7 @@ class Case:
     body: dict[str, Any]
     stream: bool = False
     refused: str | None = None
+    holds: str | None = None
     number: int = field(default=0, compare=False)
 
     @property
@@ -79,14 +82,14 @@ def completion(feature: str, number: int = 0, *, stream: bool = False, **body: A
 
 def chat(feature: str, text: str, *, stream: bool = False, **body: Any) -> Case:
     """A chat of one user turn; greedy, without thinking unless the body says otherwise."""
-    refused = body.pop("refused", None)
+    refused, holds = body.pop("refused", None), body.pop("holds", None)
     defaults = {
         "messages": [{"role": "user", "content": text}],
         "max_tokens": TOKENS,
         "temperature": 0,
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    return Case(feature, "/v1/chat/completions", {**defaults, **body}, stream, refused)
+    return Case(feature, "/v1/chat/completions", {**defaults, **body}, stream, refused, holds)
 
 
 def _sampling() -> list[Case]:
@@ -158,6 +161,7 @@ def _scores() -> list[Case]:
         completion("prompt_logprobs", 3, prompt_logprobs=2),
         completion("prompt_logprobs", 4, prompt_logprobs=0, logprobs=2),
         chat("prompt_logprobs", "import sys", prompt_logprobs=1),
+        completion("return_tokens_as_token_ids", 6, logprobs=1, return_tokens_as_token_ids=True),
         completion("logprob_token_ids", 1, logprob_token_ids=[44, 300], logprobs=2, stream=True),
     ]
 
@@ -173,6 +177,7 @@ def _prompts() -> list[Case]:
         completion("token ids as prompt", prompt=[282, 300, 40, 500, 12, 600]),
         completion("token ids as prompt", prompt=[[7], [282, 300, 40], [900, 2, 4, 6]]),
         completion("truncate_prompt_tokens", 1, truncate_prompt_tokens=16),
+        completion("cache_salt", 1, cache_salt="one client's own"),
         completion("skip_special_tokens", 3, skip_special_tokens=False, max_tokens=24),
     ]
 
@@ -195,28 +200,62 @@ name ::= "push" | "pop" | "append"
 
 
 def _constrained() -> list[Case]:
-    def constrained(feature: str, number: int, *, stream: bool = False, **body: Any) -> Case:
-        body = {"max_tokens": CONSTRAINED_TOKENS, **body}
-        return completion(feature, number, stream=stream, **body)
+    """As chats: with a reasoning parser a constraint waits for the end of thinking, and a completion
+    has none."""
 
+    def constrained(
+        feature: str, number: int, holds: str, *, stream: bool = False, **body: Any
+    ) -> Case:
+        body = {"max_tokens": CONSTRAINED_TOKENS, **body}
+        return chat(feature, PROMPTS[number], stream=stream, holds=holds, **body)
+
+    entry = r'\{\s*"name"'
     schema = {"type": "json_schema", "json_schema": {"name": "entry", "schema": SCHEMA}}
+    tag = {
+        "type": "structural_tag",
+        "format": {
+            "type": "tag",
+            "begin": "<entry>",
+            "content": {"type": "json_schema", "json_schema": SCHEMA},
+            "end": "</entry>",
+        },
+    }
+    method = "(def|class) [a-z_]{3,12}\\(self\\)"
+    answers = ["yes, it is", "no", "not now"]
+    calls = r"(push|pop|append)\([0-9]"
     seeded = {"temperature": 1.0, "seed": 21}
     return [
-        constrained("json_object", 0, response_format={"type": "json_object"}, stream=True),
-        constrained("json_object", 1, response_format={"type": "json_object"}, **seeded),
-        constrained("json_schema", 2, response_format=schema, stream=True),
-        constrained("json_schema", 4, structured_outputs={"json": SCHEMA}, **seeded),
-        constrained("regex", 0, structured_outputs={"regex": "(def|class) [a-z_]{3,12}\\(self\\)"}),
-        constrained("regex", 1, structured_outputs={"regex": "[0-9]{6,9}x"}, logprobs=2),
-        constrained("choice", 2, structured_outputs={"choice": ["yes, it is", "no", "not now"]}),
+        constrained("json_object", 0, r"\{", response_format={"type": "json_object"}, stream=True),
+        constrained("json_object", 1, r"\{", response_format={"type": "json_object"}, **seeded),
+        constrained("json_schema", 2, entry, response_format=schema, stream=True),
+        constrained("json_schema", 4, entry, structured_outputs={"json": SCHEMA}, **seeded),
+        constrained("regex", 0, method, structured_outputs={"regex": method}),
         constrained(
-            "choice", 3, structured_outputs={"choice": ["alpha", "alphabet"]}, stream=True, **seeded
+            "regex",
+            1,
+            "[0-9]{6}",
+            structured_outputs={"regex": "[0-9]{6,9}x"},
+            logprobs=True,
+            top_logprobs=2,
         ),
-        constrained("grammar", 4, structured_outputs={"grammar": GRAMMAR}),
-        constrained("grammar", 5, structured_outputs={"grammar": GRAMMAR}, stream=True, **seeded),
+        constrained("choice", 2, f"({'|'.join(answers)})$", structured_outputs={"choice": answers}),
+        constrained(
+            "choice",
+            3,
+            "alpha(bet)?$",
+            structured_outputs={"choice": ["alpha", "alphabet"]},
+            stream=True,
+            **seeded,
+        ),
+        constrained("grammar", 4, calls, structured_outputs={"grammar": GRAMMAR}),
+        constrained(
+            "grammar", 5, calls, structured_outputs={"grammar": GRAMMAR}, stream=True, **seeded
+        ),
+        constrained("structural_tag", 6, f"<entry>{entry}", response_format=tag, stream=True),
         constrained(
             "structured output with penalties",
             5,
+            entry,
             structured_outputs={"json": SCHEMA},
             frequency_penalty=0.8,
             repetition_penalty=1.1,
@@ -224,16 +263,10 @@ def _constrained() -> list[Case]:
         constrained(
             "structured output with n > 1",
             6,
+            "[a-z]{5,14}",
             structured_outputs={"regex": "[a-z]{5,14}\\.py"},
             n=2,
             **seeded,
-        ),
-        chat(
-            "json_schema",
-            "Describe a file.",
-            response_format=schema,
-            max_tokens=CONSTRAINED_TOKENS,
-            stream=True,
         ),
     ]
 
@@ -392,5 +425,14 @@ def _other_endpoints() -> list[Case]:
             "/v1/responses",
             "/v1/responses",
             {"input": "def push(self, item):", "max_output_tokens": TOKENS, "temperature": 0},
+        ),
+        Case(
+            "/v1/messages",
+            "/v1/messages",
+            {
+                "messages": [{"role": "user", "content": "def push(self, item):"}],
+                "max_tokens": TOKENS,
+                "temperature": 0,
+            },
         ),
     ]

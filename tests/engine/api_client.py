@@ -23,6 +23,7 @@ _FRESH = {
     "request_id",
     "system_fingerprint",
     "item_id",
+    "signature",
 }
 
 

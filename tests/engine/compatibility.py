@@ -46,12 +46,14 @@ FEATURES: dict[str, dict[str, str]] = {
         "top_logprobs": "",
         "prompt_logprobs": "",
         "logprob_token_ids": "",
+        "return_tokens_as_token_ids": "",
     },
     "Prompts": {
         "echo": "",
         "several prompts": "",
         "token ids as prompt": "",
         "truncate_prompt_tokens": "",
+        "cache_salt": "",
         "skip_special_tokens": "",
     },
     "Structured output": {
@@ -60,6 +62,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "regex": "drafts a chain",
         "choice": "drafts a chain",
         "grammar": "drafts a chain",
+        "structural_tag": "drafts a chain",
         "structured output with penalties": "drafts a chain",
         "structured output with n > 1": "drafts a chain",
         "structured output after reasoning": "the constraint starts after the end-of-thinking token",
@@ -77,7 +80,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "tool calls: parallel": "",
         "tool results": "",
     },
-    "Other endpoints": {"/tokenize": "", "/v1/responses": ""},
+    "Other endpoints": {"/tokenize": "", "/v1/responses": "", "/v1/messages": ""},
     "Engine": {
         "backend xgrammar": "",
         "backend guidance": "",
