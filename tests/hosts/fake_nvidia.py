@@ -95,7 +95,7 @@ def remove(lab: Lab, number: int) -> None:
     lab.run(
         number,
         "systemctl disable --now nvidia-persistenced nvidia-fabricmanager fake-nvidia; "
-        "umount /proc/driver /sys/bus/pci/devices; rm -f /dev/nvidia* /dev/char/195:*; "
+        "umount /proc/driver /sys/bus/pci/devices; rm -f /dev/nvidia* /dev/char/195:* /dev/char/510:*; "
         f"dpkg --purge --force-hold {' '.join(_contents(lab.folder / 'nvidia-packages'))} && "
         "rm -rf /var/lib/fake-nvidia /run/fake-nvidia && ldconfig && systemctl daemon-reload && "
         "systemctl reset-failed",
@@ -200,6 +200,7 @@ def _contents(folder: Path) -> dict[str, dict[str, Path]]:
         },
         f"nvidia-utils-{major}-server": {f"{BINARIES}/nvidia-smi": HERE / "bin/nvidia-smi"},
         f"libnvidia-compute-{major}-server": {f"{LIBRARIES}/libcuda.so.1": _cuda(folder, 0)},
+        "nvidia-modprobe": {f"{BINARIES}/nvidia-modprobe": HERE / "bin/nvidia-modprobe"},
         "nvidia-persistenced": {
             f"{BINARIES}/nvidia-persistenced": HERE / "bin/nvidia-persistenced",
             f"{UNITS}/nvidia-persistenced.service": HERE / "units/nvidia-persistenced.service",

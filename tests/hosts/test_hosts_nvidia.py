@@ -16,6 +16,7 @@ HELD = {
     "libnvidia-compute-580-server",
     "nvidia-fabricmanager-580",
     "nvidia-kernel-common-580-server",
+    "nvidia-modprobe",
     "nvidia-persistenced",
     "nvidia-utils-580-server",
 }
@@ -128,7 +129,7 @@ def test_a_power_limit_out_of_range_is_refused(hosts):
 
 def test_check_mode_tells_of_each_drift_and_changes_nothing(hosts):
     drift = (
-        "nvidia-smi -pm 0; rm /dev/char/195:3; sysctl -qw vm.swappiness=61; "
+        "nvidia-smi -pm 0; rm /dev/char/195:3 /dev/nvidia-uvm; sysctl -qw vm.swappiness=61; "
         "apt-mark unhold nvidia-utils-580-server"
     )
     hosts.run(SWITCHED, drift)
@@ -136,6 +137,7 @@ def test_check_mode_tells_of_each_drift_and_changes_nothing(hosts):
     assert changed(done) == 3  # the hold, the kernel setting, what a boot takes away
     for words in (
         "persistence mode of GPU-00000007",
+        "/dev/nvidia-uvm is missing; nvidia-modprobe makes it",
         "/dev/char/195:3 does not lead to /dev/nvidia3",
         "vm.swappiness = 10",
     ):
@@ -145,6 +147,7 @@ def test_check_mode_tells_of_each_drift_and_changes_nothing(hosts):
     assert changed(hosts.play(on=[SWITCHED])) == 3
     assert hosts.query(SWITCHED, "persistence_mode") == {"Enabled"}
     assert hosts.run(SWITCHED, "readlink /dev/char/195:3") == "../nvidia3"
+    assert hosts.run(SWITCHED, "stat -c %t:%T /dev/nvidia-uvm") == "1fe:0"
     assert hosts.run(SWITCHED, "sysctl -n vm.swappiness") == "10"
     assert set(hosts.run(SWITCHED, "apt-mark showhold").split()) == HELD
 
@@ -157,6 +160,8 @@ def test_a_boot_takes_nothing_away(hosts, lab):
     assert hosts.query(SWITCHED, "persistence_mode") == {"Enabled"}
     assert hosts.query(SWITCHED, "power.limit") == {"500.00"}
     assert hosts.query(SWITCHED, "fabric.state") == {"Completed"}
+    # CUDA in a service without privileges cannot make it.
+    assert hosts.run(SWITCHED, "readlink /dev/char/510:0") == "../nvidia-uvm"
     for index in range(8):
         assert hosts.run(SWITCHED, f"readlink /dev/char/195:{index}") == f"../nvidia{index}"
     assert changed(hosts.play(on=[SWITCHED], nvidia_host_power_limit_w=500)) == 0
@@ -181,6 +186,23 @@ def test_a_driver_is_installed_when_asked_for(hosts, lab):
     finally:
         changed(lab.play("playbooks/uninstall.yml", "--limit", "node1", inventory=hosts.inventory))
         fake_nvidia.withdraw(lab, BARE)
+
+
+def test_a_package_is_noted_before_it_is_held(hosts):
+    """A run that is cut off in between must not leave it held for ever."""
+    hosts.run(
+        SWITCHED,
+        "apt-mark unhold nvidia-utils-580-server && "
+        "sed -i /nvidia-utils-580-server/d /etc/ddtree/nvidia-held",
+    )
+    # The hold fails: its program is away for that time.
+    hosts.run(SWITCHED, "mv /usr/bin/dpkg /usr/bin/dpkg.away")
+    try:
+        assert hosts.play("--tags", "driver", on=[SWITCHED]).returncode != 0
+    finally:
+        hosts.run(SWITCHED, "mv /usr/bin/dpkg.away /usr/bin/dpkg")
+    assert "nvidia-utils-580-server" in hosts.run(SWITCHED, "cat /etc/ddtree/nvidia-held").split()
+    assert changed(hosts.play(on=[SWITCHED])) > 0
 
 
 def test_uninstall_leaves_the_driver_and_nothing_else(hosts, lab):
