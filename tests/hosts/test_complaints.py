@@ -18,16 +18,28 @@ def rows(heading):
     return {symptom: re.findall(r"`(\w+)`", tests) for symptom, tests in cells}
 
 
+def tests_of_files():
+    """What pytest collects and runs: module-level functions of test files, not left out for good."""
+    found = set()
+    for path in ROOT.glob("tests/**/test_*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                marks = {
+                    part.attr
+                    for decorator in node.decorator_list
+                    for part in ast.walk(decorator)
+                    if isinstance(part, ast.Attribute)
+                }
+                if not marks & {"skip", "xfail", "fixture"}:
+                    found.add(node.name)
+    return found
+
+
 @pytest.mark.parametrize(("heading", "count"), [(COMPLAINTS, 17), (FAULTS, 13)])
-def test_every_complaint_and_fault_has_tests_that_exist(heading, count):
-    exist = {
-        node.name
-        for path in ROOT.glob("tests/**/test_*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
-    }
+def test_every_complaint_and_fault_has_tests_that_are_run(heading, count):
+    run = tests_of_files()
     table = rows(heading)
     assert len(table) == count
     for symptom, tests in table.items():
         assert tests, symptom
-        assert set(tests) <= exist, symptom
+        assert set(tests) <= run, (symptom, set(tests) - run)
