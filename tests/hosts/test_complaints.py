@@ -18,7 +18,7 @@ def rows(heading):
     return {symptom: re.findall(r"`(\w+)`", tests) for symptom, tests in cells}
 
 
-def tests_of_files():
+def run_by_pytest():
     """What pytest collects and runs: module-level functions of test files, not left out for good."""
     found = set()
     for path in ROOT.glob("tests/**/test_*.py"):
@@ -37,7 +37,7 @@ def tests_of_files():
 
 @pytest.mark.parametrize(("heading", "count"), [(COMPLAINTS, 17), (FAULTS, 13)])
 def test_every_complaint_and_fault_has_tests_that_are_run(heading, count):
-    run = tests_of_files()
+    run = run_by_pytest()
     table = rows(heading)
     assert len(table) == count
     for symptom, tests in table.items():
