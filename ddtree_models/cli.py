@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from .errors import ModelsError
 from .fetch import fetch
 from .sources import source_of
-from .store import State, Store, remove_tree
+from .store import State, Store
 from .wanted import Config, Model, read_config
 
 CONFIG = "/etc/ddtree/models.json"
@@ -70,7 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument("--json", action="store_true")
     checking.set_defaults(run=_check)
     removing = commands.add_parser("remove", help="remove a model and what is noted of it")
-    removing.add_argument("name")
+    which = removing.add_mutually_exclusive_group(required=True)
+    which.add_argument("name", nargs="?")
+    which.add_argument(
+        "--all", action="store_true", help="all that were fetched, also those no longer configured"
+    )
     removing.set_defaults(run=_remove)
     return parser
 
@@ -151,11 +155,11 @@ def _tell(state: State, seconds: float) -> None:
 
 
 def _remove(options: argparse.Namespace, config: Config) -> int:
-    model = next((model for model in config.models if model.name == options.name), None)
-    if model is None:
-        raise ModelsError(f"{options.config} has no model {options.name}")
     store = Store(config)
-    for path in (store.folder(model), store.staging(model)):
-        remove_tree(path)
-    store.forget(model.name)
+    noted = store.noted()
+    if options.name not in noted and not options.all:
+        raise ModelsError(f"{options.name} was never fetched on this host, so it is left alone")
+    for name in noted if options.all else [options.name]:
+        store.remove(name)
+        print(f"removed {name}")
     return 0

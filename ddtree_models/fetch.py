@@ -89,6 +89,7 @@ def fetch(
     require_root(config.folder)
     wanted = _listing(source, pause, say)
     staging = store.staging(model)
+    store.begin(model)
     _sweep(staging, wanted)
     sha256s: dict[str, str] = {}
     for file in wanted:

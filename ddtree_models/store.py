@@ -22,6 +22,8 @@ from .wanted import MANIFEST, Config, Model, write_manifest
 
 # One file a thread: hashing leaves the interpreter's lock alone.
 _HASHERS = min(8, os.cpu_count() or 1)
+# Ends of the names of what is noted: what was verified, and that a fetch began.
+_NOTED, _BEGUN = ".json", ".begun"
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,46 @@ class Store:
         os.makedirs(self._config.state, mode=0o755, exist_ok=True)
         write(self._record_path(model), json.dumps(record, indent=1))
 
-    def forget(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(self._config.state, f"{name}.json"))
+    def begin(self, model: Model) -> None:
+        """Notes where a model is put together, before there is anything of it."""
+        os.makedirs(self._config.state, mode=0o755, exist_ok=True)
+        write(self._begun_path(model.name), json.dumps({"folder": self._config.folder}))
+
+    def remove(self, name: str) -> None:
+        """Removes what this store made of a model, wherever it was put then."""
+        begun = self._begun_path(name)
+        try:
+            with open(begun, encoding="utf-8") as file:
+                folder = str(json.load(file)["folder"])
+        except (OSError, ValueError, KeyError, TypeError):
+            folder = self._config.folder
+        staging = os.path.join(folder, f".{name}.partial")
+        remove_tree(staging)
+        remove_tree(f"{staging}.old")
+        # Begun and never finished: a folder of that name is not ours yet.
+        if os.path.exists(self._noted_path(name)):
+            remove_tree(os.path.join(folder, name))
+        for path in (begun, self._noted_path(name)):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
+
+    def noted(self) -> list[str]:
+        """Names of all models that were fetched or begun, also of those no longer configured."""
+        try:
+            names = os.listdir(self._config.state)
+        except FileNotFoundError:
+            return []
+        ends = (_BEGUN, _NOTED)
+        return sorted({name[: -len(end)] for name in names for end in ends if name.endswith(end)})
 
     def _record_path(self, model: Model) -> str:
-        return os.path.join(self._config.state, f"{model.name}.json")
+        return self._noted_path(model.name)
+
+    def _noted_path(self, name: str) -> str:
+        return os.path.join(self._config.state, name + _NOTED)
+
+    def _begun_path(self, name: str) -> str:
+        return os.path.join(self._config.state, name + _BEGUN)
 
     def present(self, model: Model) -> bool:
         """Something of it is or was here; a model that is yet to be fetched has neither."""

@@ -14,6 +14,8 @@ from ddtree_models import wanted
 from ddtree_models.errors import ModelsError
 from ddtree_models.fetch import fetch
 from ddtree_models.sources import source_of
+from ddtree_models.store import Store
+from ddtree_models.wanted import Model
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = "model-00001-of-00002.safetensors"
@@ -190,7 +192,38 @@ def test_removing_leaves_nothing(folder, settings, config):
     assert program(settings, "remove", "model").returncode == 0
     assert not list(Path(config.folder).iterdir())
     assert not list(Path(config.state).iterdir())
-    assert "has no model other" in program(settings, "remove", "other").stderr
+
+
+def test_what_was_never_fetched_here_is_not_removed(settings, config):
+    mine = Path(config.folder) / "model"
+    mine.mkdir(parents=True)
+    refused = program(settings, "remove", "model")
+    assert (refused.returncode, "model was never fetched on this host" in refused.stderr) == (
+        1,
+        True,
+    )
+    assert program(settings, "remove", "--all").returncode == 0
+    assert mine.is_dir()
+
+
+def test_removing_all_finds_models_that_are_no_longer_configured(
+    folder, settings, config, store, tmp_path
+):
+    """Renamed, dropped, half fetched, or in a store that has moved since."""
+    elsewhere = replace(config, folder=str(tmp_path / "before"))
+    half = Model("half", directory="/nowhere")
+    Store(elsewhere).begin(half)
+    (Path(elsewhere.folder) / ".half.partial").mkdir(parents=True)
+    (Path(elsewhere.folder) / ".half.partial/a.part").write_bytes(b"x")
+    (Path(elsewhere.folder) / "half").mkdir()  # somebody's: nothing was put there yet
+    (Path(config.folder) / "of-others").mkdir()
+    without = tmp_path / "without.json"
+    without.write_text(json.dumps({"folder": config.folder, "state": config.state}))
+    done = program(without, "remove", "--all")
+    assert (done.returncode, done.stdout) == (0, "removed half\nremoved model\n")
+    assert [path.name for path in Path(config.folder).iterdir()] == ["of-others"]
+    assert [path.name for path in Path(elsewhere.folder).iterdir()] == ["half"]
+    assert not list(Path(config.state).iterdir())
 
 
 COMMIT = "6a9e13bd6fc8f0983b9b99948120bc37f49c13e9"
