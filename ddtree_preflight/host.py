@@ -110,6 +110,17 @@ class Host:
         found = os.statvfs(place)
         return found.f_bavail * found.f_frsize // 2**20, os.stat(place).st_dev
 
+    def used_mib(self, name: str) -> int:
+        """MiB of the files in a folder, 0 if it is not there."""
+        total = 0
+        for folder, _, names in os.walk(self.path(name)):
+            for item in names:
+                try:
+                    total += os.lstat(os.path.join(folder, item)).st_size
+                except OSError:
+                    continue  # a fetch that runs has just renamed it
+        return total // 2**20
+
     def size_mib(self, name: str) -> int:
         """Size of a mounted file system, 0 if nothing is there."""
         try:

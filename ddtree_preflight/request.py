@@ -20,7 +20,8 @@ class Request:
     ports: of the instances, each with the unit that may hold it: port, unit.
     gpu_free_mib: memory to be free on each GPU that no instance of ours uses.
     memory_mib, cpus: least of the host.
-    disk: room that is needed: path, mib, what; none if the path `unless` is there.
+    disk: room that is needed: path, mib, what; of a model also the model itself, the folder `partial`
+        of what came of it so far, and the `record` of what was fetched.
     controller_time: seconds since the epoch, 0 if unknown.
     max_skew_s: of the host's clock.
     driver_min: oldest version of the driver.

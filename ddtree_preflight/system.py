@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from .host import Host
 from .report import Finding, passed, refuse, warn
@@ -175,12 +177,14 @@ def check_disk(host: Host, request: Request) -> Iterator[Finding]:
     needs: dict[int, list[tuple[str, int, str]]] = {}
     free: dict[int, int] = {}
     for item in request.disk:
-        if item.get("unless") and host.exists(str(item["unless"])):
+        if _is_fetched(host, item):
             continue
         there, device = host.free_mib(str(item["path"]))
         free[device] = there
+        # What an interrupted fetch has brought takes its room already.
+        come = host.used_mib(str(item["partial"])) if item.get("partial") else 0
         needs.setdefault(device, []).append(
-            (str(item["path"]), int(item["mib"]), str(item.get("what") or ""))
+            (str(item["path"]), max(int(item["mib"]) - come, 0), str(item.get("what") or ""))
         )
     for device, items in needs.items():
         total = sum(mib for _, mib, _ in items)
@@ -191,6 +195,18 @@ def check_disk(host: Host, request: Request) -> Iterator[Finding]:
             )
         else:
             yield passed("disk", f"{free[device]} MiB of disk are free, {total} needed")
+
+
+def _is_fetched(host: Host, item: Mapping[str, Any]) -> bool:
+    """A model that is there as it is wanted now, as `ddtree-models` noted; a new revision is not."""
+    if not item.get("record") or not host.exists(str(item["path"])):
+        return False
+    try:
+        identity = dict(json.loads(host.read(str(item["record"])))["identity"])
+    except (ValueError, KeyError, TypeError):
+        return False
+    wanted = item.get("model") or {}
+    return all((wanted.get(key) or type(value)()) == value for key, value in identity.items())
 
 
 def check_clock(host: Host, request: Request) -> Iterator[Finding]:

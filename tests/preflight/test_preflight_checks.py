@@ -4,6 +4,7 @@
 The hosts are temporary folders and recorded answers (fake_host.py); a host without a fault passes.
 """
 
+import json
 import socket
 import subprocess
 import sys
@@ -151,12 +152,38 @@ def test_needs_on_one_disk_add_up(host):
     assert "disk" not in sentences(host, disk=disk)
 
 
-def test_room_for_what_is_there_already_is_not_asked_for(host):
-    host.free = 10
-    disk = [{"path": "/srv/m", "mib": 300, "unless": "/srv/m"}]
+def test_a_model_that_is_there_as_it_is_wanted_needs_no_room(host):
+    model = {"name": "m", "repo": "o/m", "revision": "a" * 40, "gigabytes": 1}
+    disk = [{"path": "/srv/m", "mib": 300, "record": "/state/m.json", "model": model}]
+    host.free = 100
     assert "disk" in sentences(host, disk=disk)
     host.write("srv/m/config.json", "{}")
+    assert "disk" in sentences(host, disk=disk)  # somebody's folder, never fetched
+    identity = {"repo": "o/m", "revision": "a" * 40, "exclude": []}
+    host.write("state/m.json", json.dumps({"identity": identity, "files": {}}))
     assert "disk" not in sentences(host, disk=disk)
+    # Another revision, other files of it, another origin: all of it may have to come.
+    for change in (
+        {"revision": "b" * 40},
+        {"exclude": ["*.md"]},
+        {"repo": None, "url": "https://mirror", "manifest_sha256": "c" * 64},
+    ):
+        wanted = [{**disk[0], "model": {**model, **change}}]
+        assert "300 for /srv/m" in sentences(host, disk=wanted)["disk"], change
+    host.write("state/m.json", "{")
+    assert "disk" in sentences(host, disk=disk)
+
+
+def test_what_an_interrupted_fetch_has_brought_takes_its_room_already(host):
+    disk = [{"path": "/srv/m", "mib": 300, "partial": "/srv/.m.partial"}]
+    host.free = 250
+    assert "disk" in sentences(host, disk=disk)
+    part = host.root / "srv/.m.partial/sub/weights.part"
+    part.parent.mkdir(parents=True)
+    with part.open("wb") as file:
+        file.truncate(60 * 2**20)
+    assert "disk" not in sentences(host, disk=disk)
+    assert sentences(host, "pass", disk=disk)["disk"] == "250 MiB of disk are free, 240 needed"
 
 
 @pytest.mark.parametrize(("skew", "word"), [(300, "ahead of"), (-300, "behind")])

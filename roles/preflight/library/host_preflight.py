@@ -92,8 +92,14 @@ options:
       what:
         description: For what.
         type: str
-      unless:
-        description: Path that, if it is there, means that the room is taken already.
+      model:
+        description: As in C(model_store_models), where it is one.
+        type: dict
+      record:
+        description: What ddtree-models noted of it; if that is O(disk[].model), no room is needed.
+        type: path
+      partial:
+        description: Folder of an interrupted fetch, whose size counts.
         type: path
   controller_time:
     description: Seconds since the epoch on the controller. V(0) does not compare.
@@ -185,7 +191,9 @@ ARGUMENTS = {
             "path": {"type": "path"},
             "mib": {"type": "int"},
             "what": {"type": "str"},
-            "unless": {"type": "path"},
+            "model": {"type": "dict"},
+            "record": {"type": "path"},
+            "partial": {"type": "path"},
         },
     },
     "controller_time": {"type": "float", "default": 0},
