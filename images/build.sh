@@ -10,10 +10,13 @@
 #   PIP_CONF  pip's configuration for the build, such as an index; in no layer
 #   CA_BUNDLE certificates for the build, where the network has its own authority; in no layer
 #   TAG       ddtree-vllm:cpu or ddtree-vllm:gpu; VERSION-cpu is tagged too
-#   ARCHIVE   file that the image is saved to, for a host that reaches no registry
+#   ARCHIVE   file that the image is saved to, for a host that reaches no registry; its SBOM lies beside it
+#   NO_CACHE  1: every layer is built anew
 #   ENGINE    docker, podman or buildah
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# What the build makes is for every user, whoever builds.
+umask 022
 
 say() { printf 'image: %s\n' "$*"; }
 die() {
@@ -49,6 +52,7 @@ arguments=(
   --build-arg "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH"
   --build-arg "VERSION=$version" --build-arg "REVISION=$revision"
 )
+[ -z "${NO_CACHE:-}" ] || arguments+=(--no-cache)
 [ -z "${BASE:-}" ] || arguments+=(--build-arg "BASE=$BASE")
 [ -z "${BUILDER:-}" ] || arguments+=(--build-arg "BUILDER=$BUILDER")
 [ -z "${WHEELS:-}" ] || arguments+=(--build-context "wheels=$WHEELS")
@@ -57,7 +61,13 @@ arguments=(
 
 say "building $tag ($version, $revision) with $engine"
 case "$engine" in
-  docker) DOCKER_BUILDKIT=1 docker build "${arguments[@]}" . ;;
+  docker)
+    if docker buildx version >/dev/null 2>&1; then
+      docker buildx build --output type=docker,rewrite-timestamp=true "${arguments[@]}" .
+    else
+      DOCKER_BUILDKIT=1 docker build "${arguments[@]}" .
+    fi
+    ;;
   podman | buildah)
     # HEALTHCHECK is of Docker's format. Layers are kept for the next build.
     "$engine" build --format docker --layers --timestamp "$SOURCE_DATE_EPOCH" \
@@ -66,22 +76,51 @@ case "$engine" in
   *) die "ENGINE is docker, podman or buildah, not $engine" ;;
 esac
 
+# Runs a program of an image on it as it is, as root and without a network: inside IMAGE PROGRAM WORD...
+inside() (
+  image=$1 program=$2
+  shift 2
+  if [ "$engine" = buildah ]; then
+    container=$(buildah from --pull-never "$image")
+    trap 'buildah rm "$container" >/dev/null' EXIT
+    buildah run ${ISOLATION:+--isolation "$ISOLATION"} --user 0 "$container" -- "$program" "$@"
+  else
+    "$engine" run --rm --interactive --network none --pull never --user 0 --entrypoint "$program" "$image" "$@"
+  fi
+)
+
+# Bytes of an image's files, of its layers with docker and podman; nothing where the image is not here.
+bytes_of() {
+  if [ "$engine" = buildah ]; then
+    inside "$1" /bin/sh -c 'du -sxb --exclude=/proc --exclude=/sys --exclude=/dev --exclude=/run / | cut -f 1'
+  else
+    "$engine" image inspect --format '{{.Size}}' "$1"
+  fi 2>/dev/null </dev/null || true
+}
+
 mkdir -p build/images
 sbom=build/images/ddtree-vllm-$version-$target.cdx.json
-if [ "$engine" = buildah ]; then
-  container=$(buildah from --pull-never "$tag")
-  trap 'buildah rm "$container" >/dev/null' EXIT
-  buildah run ${ISOLATION:+--isolation "$ISOLATION"} --user 0 "$container" -- \
-    python3 -IS - "$versioned" "$SOURCE_DATE_EPOCH" <images/sbom.py >"$sbom"
-  bytes=$(buildah inspect --type image --format '{{.Docker.Size}}' "$tag" 2>/dev/null || echo 0)
-  [ "$bytes" != 0 ] || bytes=$(buildah images --json "$tag" | sed -n 's/.*"size": "\(.*\)".*/\1/p' | head -1)
-else
-  "$engine" run --rm --interactive --network none --user 0 --entrypoint /usr/bin/python3 "$tag" \
-    -IS - "$versioned" "$SOURCE_DATE_EPOCH" <images/sbom.py >"$sbom"
-  bytes=$("$engine" image inspect --format '{{.Size}}' "$tag")
+inside "$tag" /usr/bin/python3 -IS - "$versioned" "$SOURCE_DATE_EPOCH" "$revision" <images/sbom.py >"$sbom"
+written=$(inside "$tag" /usr/bin/stat --format %Y /opt/ddtree/device </dev/null)
+if [ "$written" != "$SOURCE_DATE_EPOCH" ]; then
+  say "not repeatable: files carry the time of the build. Docker gives them the commit's with buildx 0.13 and its" \
+    "containerd image store; podman and buildah always do"
 fi
-[[ $bytes =~ ^[0-9]+$ ]] && bytes="$((bytes / 1000000)) MB"
-say "$tag: $bytes; SBOM: $sbom"
+
+base=${BASE:-$(sed -n 's/^ARG BASE=//p' "images/$target/Containerfile")}
+bytes=$(bytes_of "$tag")
+below=$(bytes_of "$base")
+if [ -n "$below" ]; then
+  added=$((bytes - below))
+  over="$((added / 100000 / 10)).$((added / 100000 % 10)) MB over $base"
+else
+  over="the size of $base is not known: pull it to compare"
+fi
+say "$tag: $((bytes / 1000000)) MB, $over; SBOM: $sbom"
+# vLLM's image is on the hosts already: what an upgrade of ours moves stays small.
+if [ "$target" = gpu ] && [ -n "$below" ] && [ "$added" -gt 100000000 ]; then
+  die "the GPU image may add 100 MB to its base, and adds $((added / 1000000))"
+fi
 
 if [ -n "${ARCHIVE:-}" ]; then
   mkdir -p "$(dirname "$ARCHIVE")"
@@ -91,5 +130,6 @@ if [ -n "${ARCHIVE:-}" ]; then
     podman) podman save --multi-image-archive --output "$ARCHIVE" "$tag" "$versioned" ;;
     buildah) buildah push --quiet --disable-compression "$tag" "docker-archive:$ARCHIVE:$versioned" ;;
   esac
+  cp "$sbom" "${ARCHIVE%.tar}.cdx.json"
   say "$ARCHIVE: $(($(stat -c %s "$ARCHIVE") / 1000000)) MB"
 fi

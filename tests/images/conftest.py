@@ -63,7 +63,7 @@ def buildah(*words: str) -> str:
     return done.stdout.strip()
 
 
-def make_image(target: str, *arguments: str, **variables: str) -> str:
+def make_image(target: str, *arguments: str, root: Path = ROOT, **variables: str) -> str:
     """`make image`, with what pip needs on this machine handed on to the build; returns its output."""
     environment = {
         **os.environ,
@@ -82,7 +82,7 @@ def make_image(target: str, *arguments: str, **variables: str) -> str:
     with log.open("w") as output:
         done = subprocess.run(
             ["make", "image", *arguments],
-            cwd=ROOT,
+            cwd=root,
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -6,8 +6,12 @@ without vLLM: every command of the GPU image that can run without a GPU runs on 
 """
 
 import json
+import os
 import re
+import struct
 import subprocess
+import tarfile
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -102,21 +106,112 @@ def stand_in(tmp_path_factory):
 @pytest.fixture(scope="module")
 def gpu(stand_in):
     base = stand_in(SUPPORTED_VLLM)
-    make_image("gpu", BASE=base, BUILDER=base_image())
+    said = make_image("gpu", BASE=base, BUILDER=base_image())
     image = Image("ddtree-vllm:gpu")
-    yield image, base
+    yield image, base, said
     image.remove()
 
 
-def test_the_gpu_image_adds_less_than_100_mb(gpu):
-    image, base = gpu
+def test_the_gpu_image_adds_less_than_100_mb_and_the_build_says_how_much(gpu):
+    image, base, said = gpu
     below = Image(base)
     try:
         added = image.size() - below.size()
     finally:
         below.remove()
-    print(f"{added / 1e6:.1f} MB over the base")
     assert 0 < added < 100e6
+    [told] = re.findall(rf"ddtree-vllm:gpu: \d+ MB, (\d+\.\d) MB over {re.escape(base)};", said)
+    assert abs(float(told) * 1e6 - added) < 1e6
+
+
+def snapshot(folder, umask):
+    """A checkout of the working tree as somebody with this umask would have it, committed long ago."""
+    folder.mkdir()
+    files = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    ).stdout
+    here = b"\0".join(
+        name for name in files.split(b"\0") if name and (ROOT / os.fsdecode(name)).exists()
+    )
+    copy = (
+        f"tar -cC {ROOT} --null --verbatim-files-from -T - | tar -xC {folder} --no-same-permissions"
+    )
+    subprocess.run(["sh", "-c", f"umask {umask:03o}; {copy}"], check=True, input=here, timeout=300)
+    who = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@example.com"}
+    who |= {name.replace("AUTHOR", "COMMITTER"): value for name, value in who.items()}
+    dates = dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "2020-02-02T02:02:02Z")
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "--no-verify", "-m", "x"]):
+        git = ["git", "-c", "core.hooksPath=/dev/null", "-c", "commit.gpgSign=false", *words]
+        subprocess.run(git, cwd=folder, check=True, env={**os.environ, **who, **dates}, timeout=300)
+    return folder
+
+
+def build_elsewhere(tag, folder, umask, base, **variables):
+    """Builds the GPU image from a snapshot by somebody with this umask; the image and its revision."""
+    checkout = snapshot(folder, umask)
+    before = os.umask(umask)
+    try:
+        make_image("gpu", root=checkout, BASE=base, BUILDER=base_image(), TAG=tag, **variables)
+    finally:
+        os.umask(before)
+    revision = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(revision, cwd=checkout, check=True, capture_output=True, text=True)
+    return Image(tag), done.stdout.strip()
+
+
+def test_the_same_commit_gives_the_same_layers_whatever_is_kept_and_whatever_the_umask(
+    gpu, tmp_path
+):
+    """Beside kept layers of another commit, and anew from files that are their owner's alone."""
+    layers = []
+    for umask, options in ((0o022, {}), (0o077, {"NO_CACHE": "1"})):
+        tag = f"ddtree-vllm:{umask:03o}"
+        image, revision = build_elsewhere(tag, tmp_path / tag, umask, gpu[1], **options)
+        try:
+            started = image.run("/opt/ddtree/bin/ddtree-entrypoint", "--help")
+            assert "DDTREE_MODEL" in started.stdout, started.stderr
+            config = image.config()
+            assert config["config"]["Labels"]["org.opencontainers.image.revision"] == revision
+            assert config["created"] == "2020-02-02T02:02:02Z"
+            times = image.run("find", "/opt/ddtree", "-printf", "%TY-%Tm-%Td\n").stdout.split()
+            assert set(times) == {"2020-02-02"}
+            layers.append(config["rootfs"]["diff_ids"])
+        finally:
+            image.remove()
+            buildah("rmi", tag)
+    assert layers[0] == layers[1]
+    assert layers[0] != gpu[0].config()["rootfs"]["diff_ids"]
+
+
+def test_a_gpu_image_that_adds_more_than_100_mb_is_refused(gpu, tmp_path):
+    checkout = snapshot(tmp_path / "large", 0o022)
+    with (checkout / "images/lib/large").open("wb") as file:
+        file.truncate(100_000_000)
+    variables = {
+        "BASE": gpu[1],
+        "BUILDER": base_image(),
+        "TAG": "ddtree-vllm:big",
+    }
+    with pytest.raises(AssertionError, match=r"may add 100 MB to its base, and adds 10[0-3]"):
+        make_image("gpu", root=checkout, **variables)
+    buildah("rmi", "ddtree-vllm:big")
+
+
+def test_byte_code_of_the_gpu_images_own_files_is_checked_by_no_time(gpu):
+    """A base's own is its own affair."""
+    code = (
+        "import glob, struct\n"
+        "names = [n for f in ('/opt/ddtree/lib/*', '/usr/local/lib/python3*/dist-packages/ddtree_*') "
+        "for n in glob.glob(f + '/**/*.pyc', recursive=True)]\n"
+        "print(len(names), [n for n in names if not struct.unpack('<4xI', open(n, 'rb').read(8))[0]])"
+    )
+    number, timed = gpu[0].run("python3", "-IS", "-c", code).stdout.split(" ", 1)
+    assert int(number) > 50
+    assert timed.strip() == "[]"
 
 
 def test_the_gpu_image_is_labelled_and_starts_as_a_user(gpu):
@@ -142,7 +237,7 @@ def test_the_gpu_image_is_labelled_and_starts_as_a_user(gpu):
         (["ddtree-health", "--checks", "ready"], 1, "nothing listens on port 8000"),
         (["/opt/ddtree/bin/ddtree-entrypoint", "--help"], 0, "DDTREE_MODEL"),
         (["/opt/ddtree/bin/ddtree-entrypoint"], 2, "DDTREE_MODEL is missing"),
-        (["/opt/ddtree/bin/ddtree-entrypoint", "healthcheck"], 1, "DDTREE_MODEL is missing"),
+        (["/opt/ddtree/bin/ddtree-entrypoint", "healthcheck"], 1, "this container does not serve"),
         (["/opt/ddtree/bin/ddtree-entrypoint", "doctor"], 1, "no NVIDIA GPU is visible"),
         (
             ["/opt/ddtree/bin/ddtree-entrypoint", "serve", "/m", "--drafter", "/d"],
