@@ -264,24 +264,84 @@ def test_a_base_with_another_vllm_is_no_base(stand_in):
 def test_the_bill_of_materials_names_what_is_inside(gpu):
     bom = json.loads((ROOT / f"build/images/ddtree-vllm-{__version__}-gpu.cdx.json").read_text())
     assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.5")
+    revision = gpu[0].config()["config"]["Labels"]["org.opencontainers.image.revision"]
+    purl = f"pkg:generic/ddtree-vllm@{__version__}-gpu?revision={revision}"
     assert bom["metadata"]["component"] == {
         "type": "container",
+        "bom-ref": purl,
         "name": "ddtree-vllm",
         "version": f"{__version__}-gpu",
+        "purl": purl,
+        "properties": [{"name": "org.opencontainers.image.revision", "value": revision}],
     }
     known = {part["purl"] for part in bom["components"]}
     assert f"pkg:pypi/ddtree-vllm@{__version__}" in known
     assert f"pkg:pypi/vllm@{SUPPORTED_VLLM}" in known
     [python] = [p for p in known if p.startswith("pkg:deb/debian/python3-minimal@")]
-    assert python.endswith("?arch=amd64")
+    assert python.endswith("?arch=amd64&distro=debian-12")
     assert len(known) == len(bom["components"]) > 80
+    licences = {part["name"]: part.get("licenses") for part in bom["components"]}
+    # Of the three fields that metadata may have.
+    assert licences["ddtree-vllm"] == [{"expression": "Apache-2.0"}]
+    assert licences["pip"] == [{"license": {"name": "MIT"}}]
+    assert licences["safetensors"] == [{"license": {"name": "Apache Software License"}}]
 
 
-def test_the_cpu_image_holds_the_pinned_packages(archive):
-    """Built by `make image`, whose bill of materials lies beside; not with an archive from elsewhere."""
-    file = ROOT / f"build/images/ddtree-vllm-{__version__}-cpu.cdx.json"
-    if not file.exists():
-        pytest.skip("DDTREE_IMAGE_ARCHIVE names an image whose bill of materials is not here")
+class Archive:
+    """What the layers of ours in an archive of `docker save` hold, read once."""
+
+    def __init__(self, path):
+        self.files, self.timed, self.codes = {}, [], 0
+        with tarfile.open(path) as archive:
+            [manifest] = json.load(archive.extractfile("manifest.json"))
+            config = json.load(archive.extractfile(manifest["Config"]))
+            self.labels = config["config"]["Labels"]
+            self.created = datetime.fromisoformat(config["created"]).timestamp()
+            # The base is the first.
+            for layer in manifest["Layers"][1:]:
+                with tarfile.open(fileobj=archive.extractfile(layer)) as files:
+                    for file in files:
+                        self.files[file.name] = file
+                        if file.name.endswith(".pyc") and file.isreg():
+                            head = files.extractfile(file).read(8)
+                            self.codes += 1
+                            if not struct.unpack("<4xI", head)[0]:
+                                self.timed.append(file.name)
+
+
+@pytest.fixture(scope="module")
+def read(archive):
+    return Archive(archive)
+
+
+def test_no_byte_code_of_the_cpu_image_is_out_of_date(read):
+    """Byte code that holds its source's time is, once files have the commit's: no start could use it."""
+    assert read.timed == []
+    standard = [
+        n for n in read.files if re.fullmatch(r"usr/lib/python3\.\d+/__pycache__/.*\.pyc", n)
+    ]
+    assert len(standard) > 150
+    assert read.codes > 20_000
+
+
+def test_every_user_may_read_the_cpu_images_files_and_none_may_write_them(read):
+    ours = {n: f for n, f in read.files.items() if n.startswith("opt/ddtree/") and not f.issym()}
+    assert len(ours) > 20_000
+    assert [n for n, f in ours.items() if f.mode & 0o444 != 0o444 or f.mode & 0o022] == []
+    assert [n for n, f in ours.items() if f.isdir() and f.mode & 0o111 != 0o111] == []
+
+
+def test_files_of_the_cpu_image_carry_the_time_of_the_commit(read):
+    assert {f.mtime for n, f in read.files.items() if n.startswith("opt/ddtree/")} == {read.created}
+
+
+def test_the_cpu_image_holds_the_pinned_packages(archive, read):
+    """By the bill of materials that `make image` writes beside an archive."""
+    file = archive.with_name(archive.name.removesuffix(".tar") + ".cdx.json")
+    assert file.exists(), f"{archive} comes without its bill of materials"
+    properties = json.loads(file.read_text())["metadata"]["component"]["properties"]
+    revision = read.labels["org.opencontainers.image.revision"]
+    assert properties == [{"name": "org.opencontainers.image.revision", "value": revision}]
     parts = {p["name"]: p["version"] for p in json.loads(file.read_text())["components"]}
     pins = re.findall(
         r"^([^#\s]+?)==(\S+)", (ROOT / "constraints/cpu.txt").read_text(), re.MULTILINE
