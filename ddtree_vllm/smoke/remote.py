@@ -208,10 +208,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--min-acceptance", type=float, default=0.0, metavar="X", help="tokens a step"
     )
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of a silence")
+    parser.add_argument(
+        "--api-key-stdin",
+        action="store_true",
+        help="the API key is the first line of standard input, not VLLM_API_KEY of the environment",
+    )
     args = parser.parse_args(arguments)
     return run(
         args.url,
         args.prompt or PROMPTS,
+        api_key=sys.stdin.readline().strip() if args.api_key_stdin else None,
         timeout_s=args.timeout,
         max_tokens=args.max_tokens,
         expect=args.expect,
@@ -224,13 +230,20 @@ def run(
     url: str,
     prompts: Sequence[str],
     *,
+    api_key: str | None = None,
     timeout_s: float = 120.0,
     report_to: str = "",
     **wanted: Any,
 ) -> int:
-    """`examine`, told to a person; the API key is VLLM_API_KEY of the environment, as vLLM's own."""
+    """`examine`, told to a person.
+
+    Args:
+        api_key: None is VLLM_API_KEY of the environment, as vLLM's own.
+    """
+    if api_key is None:
+        api_key = os.environ.get("VLLM_API_KEY", "")
     try:
-        client = Client(url, os.environ.get("VLLM_API_KEY", ""), timeout_s)
+        client = Client(url, api_key, timeout_s)
         report = examine(client, prompts, **wanted)
     except (SmokeError, OSError, http.client.HTTPException, KeyError, ValueError) as error:
         print(f"smoke: {url}: {error or type(error).__name__}", file=sys.stderr)

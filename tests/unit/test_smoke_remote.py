@@ -142,6 +142,23 @@ def test_the_file_alone_runs_on_a_bare_python(serve):
     assert "smoke: passed, 3.00 tokens a step" in done.stdout
 
 
+def test_the_api_key_comes_by_standard_input(serve, monkeypatch):
+    """Arguments and a shell's assignments are in the list of processes for all to read."""
+    monkeypatch.setenv("VLLM_API_KEY", "another")
+    url, handler = serve()
+    call = [sys.executable, "-IS", remote.__file__, "--url", url, "--api-key-stdin"]
+    done = subprocess.run(
+        call, input="secret\n", check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert handler.keys == {"Bearer secret"}
+    # An empty line is no key.
+    handler.keys.clear()
+    done = subprocess.run(call, input="\n", check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert handler.keys == {None}
+
+
 STAND_IN_DOCKER = """#!/bin/sh
 case "$1 $2" in
   "image inspect")
