@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from . import driver, gpus, ports, system
+from . import driver, gpus, ports, service, system
 from .host import Host
 from .report import Finding, refuse
 from .request import Request
@@ -24,6 +24,8 @@ CHECKS: tuple[Check, ...] = (
     system.check_clock,
     system.check_packages,
     ports.check_ports,
+    service.check_checkpoints,
+    service.check_image,
     driver.check_driver,
     driver.check_cuda,
     driver.check_fabric,

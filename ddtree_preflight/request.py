@@ -22,6 +22,10 @@ class Request:
     memory_mib, cpus: least of the host.
     disk: room that is needed: path, mib, what; of a model also the model itself, the folder `partial`
         of what came of it so far, and the `record` of what was fetched.
+    checkpoints: to be served: path, what (the variable that names it), and whether a role before the
+        service comes with it.
+    image: of container mode; `image_archive`: it is loaded from an archive of the controller.
+    docker: Docker's client.
     controller_time: seconds since the epoch, 0 if unknown.
     max_skew_s: of the host's clock.
     driver_min: oldest version of the driver.
@@ -42,6 +46,10 @@ class Request:
     memory_mib: int = 4096
     cpus: int = 2
     disk: Sequence[Mapping[str, Any]] = ()
+    checkpoints: Sequence[Mapping[str, Any]] = ()
+    image: str = ""
+    image_archive: bool = False
+    docker: str = "docker"
     controller_time: float = 0.0
     max_skew_s: int = 60
     driver_min: str = "580"

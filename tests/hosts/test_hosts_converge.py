@@ -23,6 +23,8 @@ STUB = {
     "vllm_service_host": "0.0.0.0",
     # The hub is not reached, and the machine is smaller than the one that is played.
     "model_store_models": [],
+    "vllm_service_model": "/opt/stub",
+    "vllm_service_drafter": "/opt/stub",
     "preflight_memory_mib": 1024,
     "health_expect": " name",
     "health_interval": 5,

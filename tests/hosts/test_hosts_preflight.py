@@ -85,6 +85,14 @@ def test_a_host_that_is_not_reached_is_in_the_report(preflight):
     assert report["refused"] == ["node2"]
 
 
+def test_a_report_of_another_day_is_not_left_where_no_host_is_reached(preflight):
+    assert preflight()[1]["refused"] == []
+    gone = {1: {"ansible_host": "10.78.0.98"}, 2: {"ansible_host": "10.78.0.99"}}
+    done, report = preflight(host_vars=gone)
+    assert done.returncode != 0
+    assert report["refused"] == ["node1", "node2"]
+
+
 def test_a_refused_host_is_left_as_it_is_by_a_whole_run(lab, tmp_path):
     inventory = lab.inventory("cpu-demo", {"ddtree": [1]})
     done = lab.play(
@@ -99,6 +107,29 @@ def test_a_refused_host_is_left_as_it_is_by_a_whole_run(lab, tmp_path):
         "/opt/ddtree:\nvenv",
     )
     assert not list(Path(tmp_path).iterdir())
+
+
+def test_what_is_to_be_served_and_is_nowhere_is_refused(preflight):
+    done, report = preflight(
+        (1,),
+        vllm_service_checkpoints=[],
+        vllm_service_model="/root/model",
+        vllm_service_drafter="/srv/ddtree/models/drafter",
+        vllm_service_install=True,
+        vllm_service_requirements=["/nowhere/pins.txt"],
+        vllm_service_wheels=[],
+    )
+    assert done.returncode == 2
+    told = " ".join(report["hosts"]["node1"]["refused"])
+    for words in (
+        "vllm_service_model is /root/model, which the service does not see",
+        "vllm_service_drafter is /srv/ddtree/models/drafter, which is not on this host",
+        "/nowhere/pins.txt is not on the controller",
+        "vllm_service_wheels names no file",
+    ):
+        assert words in told, told
+    _, report = preflight((1,), vllm_service_mode="container", vllm_service_image="of:none")
+    assert "of:none is not on this host" in " ".join(report["hosts"]["node1"]["refused"])
 
 
 def test_what_is_tolerated_only_warns(preflight):

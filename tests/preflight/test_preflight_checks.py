@@ -421,3 +421,46 @@ def test_a_command_that_hangs_is_given_up():
 
 def test_what_is_left_out_is_the_default():
     assert request_from({"mode": None, "cpus": 8, "unknown": 1}) == Request(cpus=8)
+
+
+# ---- what is served
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("Qwen/Qwen3.6-27B", "the service asks no hub, so it has to be a folder of the host"),
+        ("/home/me/model", "which the service does not see (its unit has ProtectHome=yes)"),
+        ("/root/model", "which the service does not see"),
+        (
+            "/srv/model",
+            "is not on this host, and neither model_store_models nor vllm_service_check",
+        ),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_served_is_refused(host, path, words):
+    item = {"path": path, "what": "vllm_service_model", "comes": False}
+    host.write("home/me/model/config.json", "{}")
+    refused = sentences(host, checkpoints=[item])["checkpoints"]
+    assert refused.startswith(f"vllm_service_model is {path}")
+    assert words in refused
+
+
+def test_a_checkpoint_that_is_there_or_comes_passes(host):
+    host.write("srv/model/config.json", "{}")
+    host.write("home/me/model/config.json", "{}")
+    there = {"path": "/srv/model", "what": "vllm_service_model", "comes": False}
+    comes = {"path": "/srv/other", "what": "vllm_service_drafter", "comes": True}
+    home = {"path": "/home/me/model", "what": "vllm_service_model"}
+    assert "checkpoints" not in sentences(host, checkpoints=[there, comes])
+    # A container is given the folder itself.
+    assert "checkpoints" not in sentences(host, checkpoints=[home], mode="container")
+
+
+def test_an_image_that_is_nowhere_is_refused(host):
+    request = {"mode": "container", "image": "ddtree-vllm:gpu", "docker": "/usr/bin/docker"}
+    assert "ddtree-vllm:gpu is not on this host" in sentences(host, **request)["image"]
+    assert "image" not in sentences(host, **request, image_archive=True)
+    assert "image" not in sentences(host, **{**request, "mode": "native"})
+    host.answers["/usr/bin/docker image inspect"] = Done(0, "sha256:0\n")
+    assert "image" not in sentences(host, **request)

@@ -101,6 +101,33 @@ options:
       partial:
         description: Folder of an interrupted fetch, whose size counts.
         type: path
+  checkpoints:
+    description: What is to be served.
+    type: list
+    elements: dict
+    default: []
+    suboptions:
+      path:
+        description: Folder.
+        type: str
+      what:
+        description: The variable that names it.
+        type: str
+      comes:
+        description: A role before the service brings it.
+        type: bool
+  image:
+    description: Image of container mode.
+    type: str
+    default: ""
+  image_archive:
+    description: It is loaded from an archive of the controller.
+    type: bool
+    default: false
+  docker:
+    description: Docker's client.
+    type: str
+    default: docker
   controller_time:
     description: Seconds since the epoch on the controller. V(0) does not compare.
     type: float
@@ -196,6 +223,15 @@ ARGUMENTS = {
             "partial": {"type": "path"},
         },
     },
+    "checkpoints": {
+        "type": "list",
+        "elements": "dict",
+        "default": [],
+        "options": {"path": {"type": "str"}, "what": {"type": "str"}, "comes": {"type": "bool"}},
+    },
+    "image": {"type": "str", "default": ""},
+    "image_archive": {"type": "bool", "default": False},
+    "docker": {"type": "str", "default": "docker"},
     "controller_time": {"type": "float", "default": 0},
     "max_skew_s": {"type": "int", "default": 60},
     "driver_min": {"type": "str", "default": "580"},
