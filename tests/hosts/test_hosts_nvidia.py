@@ -127,6 +127,15 @@ def test_a_power_limit_out_of_range_is_refused(hosts):
     )
 
 
+def test_a_host_without_the_persistence_daemon_is_refused(hosts):
+    unit = "/lib/systemd/system/nvidia-persistenced.service"
+    hosts.run(PAIRS, f"mv {unit} /root/ && systemctl daemon-reload")
+    try:
+        hosts.refused(PAIRS, "There is no nvidia-persistenced.service: install the package")
+    finally:
+        hosts.run(PAIRS, f"mv /root/nvidia-persistenced.service {unit} && systemctl daemon-reload")
+
+
 def test_check_mode_tells_of_each_drift_and_changes_nothing(hosts):
     drift = (
         "nvidia-smi -pm 0; rm /dev/char/195:3 /dev/nvidia-uvm; sysctl -qw vm.swappiness=61; "
