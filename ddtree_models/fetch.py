@@ -113,6 +113,30 @@ def fetch(
     say(f"{progress.text()}, verified")
 
 
+def reach(
+    store: Store,
+    model: Model,
+    source: Source,
+    pause: Callable[[float], None] = time.sleep,
+    attempts: int = 2,
+) -> None:
+    """Asks the origin of a model that is yet to come whether it can be had; nothing else is asked.
+
+    Raises:
+        ModelsError: it cannot, and why.
+    """
+    record = store.record(model)
+    if record is not None and dict(record.identity) == model.identity:
+        return
+    for attempt in range(attempts):
+        try:
+            return source.reach()
+        except InterruptedTransfer:
+            if attempt == attempts - 1:
+                raise
+            pause(_FIRST_PAUSE_S)
+
+
 def _listing(
     source: Source, pause: Callable[[float], None], say: Callable[[str], None]
 ) -> list[WantedFile]:

@@ -34,6 +34,13 @@ class Source(Protocol):
     def files(self) -> list[WantedFile]:
         """Every file of the model, those excluded left out."""
 
+    def reach(self) -> None:
+        """Asks as little as shows that the files can be had, before any is.
+
+        Raises:
+            ModelsError: they cannot.
+        """
+
     def open(self, path: str, offset: int) -> Any:
         """Context manager: the file from `offset` on, and the offset it really starts at."""
 
@@ -160,6 +167,16 @@ class Hub:
             raise ModelsError(f"{self._model.repo} has no file at {self._model.revision}")
         return found
 
+    def reach(self) -> None:
+        # Anybody may list a gated repository; its conditions stand before the files.
+        path = min(self.files(), key=lambda file: file.size or 0).path
+        with self._web.get(self._address(path), method="HEAD"):
+            pass
+
+    def _address(self, path: str) -> str:
+        repo, revision = self._model.repo, self._model.revision
+        return f"{self._endpoint}/{repo}/resolve/{revision}/{urllib.parse.quote(path)}"
+
     def _file(self, entry: dict[str, Any]) -> WantedFile:
         path = check_path(entry["path"], self._model.repo)
         lfs = entry.get("lfs") or {}
@@ -172,8 +189,7 @@ class Hub:
 
     @contextmanager
     def open(self, path: str, offset: int) -> Iterator[tuple[BinaryIO, int]]:
-        url = f"{self._endpoint}/{self._model.repo}/resolve/{self._model.revision}/{urllib.parse.quote(path)}"
-        with self._web.get(url, offset) as found:
+        with self._web.get(self._address(path), offset) as found:
             yield found
 
 
@@ -193,15 +209,21 @@ class Mirror:
         self._web = _Web(model.url)
 
     def files(self) -> list[WantedFile]:
-        with self._web.get(f"{self._base}/{MANIFEST}") as (answer, _):
-            manifest = answer.read()
         sized = []
-        for wanted in _from_manifest(self._model, manifest, f"{self._base}/{MANIFEST}"):
+        for wanted in self._named():
             with self._web.get(self._url(wanted.path), method="HEAD") as (answer, _):
                 length = answer.headers.get("Content-Length") or ""
             size = int(length) if length.isdigit() else None
             sized.append(WantedFile(wanted.path, size, sha256=wanted.sha256))
         return sized
+
+    def reach(self) -> None:
+        self._named()
+
+    def _named(self) -> list[WantedFile]:
+        where = f"{self._base}/{MANIFEST}"
+        with self._web.get(where) as (answer, _):
+            return _from_manifest(self._model, answer.read(), where)
 
     @contextmanager
     def open(self, path: str, offset: int) -> Iterator[tuple[BinaryIO, int]]:
@@ -238,6 +260,9 @@ class Directory:
                 ) from None
             sized.append(WantedFile(wanted.path, size, sha256=wanted.sha256))
         return sized
+
+    def reach(self) -> None:
+        self.files()
 
     @contextmanager
     def open(self, path: str, offset: int) -> Iterator[tuple[BinaryIO, int]]:

@@ -118,7 +118,8 @@ def test_check_mode_tells_what_would_be_fetched_and_fetches_nothing(lab, hub, mo
     assert done.returncode == 0, done.stdout
     assert f"Would fetch into {STORE}: big, small." in done.stdout
     assert lab.run(NODE, "ls /srv /etc/ddtree 2>/dev/null || true").strip() == "/srv:"
-    assert not hub.requests()
+    # Asked whether it can be had, and for nothing else.
+    assert {item["method"] for item in hub.requests() if "resolve" in item["path"]} == {"HEAD"}
 
 
 def test_an_interrupted_fetch_is_resumed_and_tells_how_far_it_is(lab, hub, models):
@@ -221,18 +222,48 @@ def test_corrupted_weights_keep_the_engine_down_and_are_named(lab, hub, models):
     assert changed(models()) == 0
 
 
+def test_a_model_that_cannot_be_had_is_refused_before_anything_changes(lab, hub, models):
+    hub.start()
+    absent = [{"name": "absent", "repo": "owner/absent", "revision": REVISION}]
+    for more, words in (
+        ({"model_store_models": absent}, "owner/absent"),
+        (
+            {"model_store_models": absent, "model_store_token": "wrong"},
+            "with the token given (401)",
+        ),
+        (
+            {"model_store_models": absent, "model_store_endpoint": "http://10.78.0.1:9"},
+            "not reached",
+        ),
+    ):
+        done = models("--tags", "preflight", preflight_report="", **more)
+        assert done.returncode != 0
+        assert words in done.stdout + done.stderr
+        assert TOKEN not in done.stdout + done.stderr
+        assert "changed=0" in done.stdout
+
+
 def test_a_model_that_does_not_come_keeps_no_other_engine_down(lab, hub, models):
+    wrong = f"{'0' * 64}  config.json"
+    lab.run(
+        NODE,
+        f"mkdir /opt/wrong && cd /opt/wrong && echo x >config.json && echo '{wrong}' >SHA256SUMS",
+    )
     wanted = [
-        {"name": name, "repo": f"owner/{name}", "revision": REVISION}
-        for name in ("big", "small", "absent")
+        {"name": "wrong", "directory": "/opt/wrong"},
+        *(
+            {"name": name, "repo": f"owner/{name}", "revision": REVISION}
+            for name in ("big", "small")
+        ),
     ]
     hub.start()
     done = models("--tags", "model_store", model_store_models=wanted)
     assert done.returncode != 0
-    assert "owner/absent" in done.stdout + done.stderr
+    assert "config.json is corrupted at its origin" in done.stdout + done.stderr
     lab.run(NODE, f"systemctl restart {UNIT}")
     assert lab.run(NODE, f"systemctl is-active {UNIT}").strip() == "active"
     # A failure of the last fetch is not taken for one of the next.
+    lab.run(NODE, f"rm -r /opt/wrong {STORE}/small")
     assert changed(models("--tags", "model_store")) > 0
 
 

@@ -16,7 +16,7 @@ import pytest
 from hub_server import HubServer
 
 from ddtree_models.errors import ModelsError
-from ddtree_models.fetch import ATTEMPTS, fetch
+from ddtree_models.fetch import ATTEMPTS, fetch, reach
 from ddtree_models.sources import source_of
 from ddtree_models.store import Store
 from ddtree_models.wanted import Model
@@ -301,3 +301,45 @@ def test_the_store_is_offline_once_it_is_filled(bring, store, model, hub, config
     hub.behaviour.requests.clear()
     assert Store(config).check(model, full=True).good
     assert not hub.behaviour.requests
+
+
+# ---- before anything is changed
+
+
+def asks(hub):
+    return [(request.method, request.path.rpartition("/")[2]) for request in hub.behaviour.requests]
+
+
+def test_whether_a_model_can_be_had_is_asked_without_fetching_it(config, store, model, hub):
+    hub.behaviour.token = "right"
+    reach(store, model, source_of(model, config, "right"))
+    *listing, last = asks(hub)  # the listing comes in pages
+    assert (set(listing), last) == ({("GET", model.revision)}, ("HEAD", "empty.txt"))
+    assert not hub.asked("/resolve/")
+    with pytest.raises(ModelsError, match=r"refuses owner/model with the token given \(401\)"):
+        reach(store, model, source_of(model, config, "wrong"))
+    with pytest.raises(ModelsError, match=r"refuses owner/model without a token \(401\)"):
+        reach(store, model, source_of(model, config, ""))
+
+
+def test_an_origin_that_is_not_reached_is_told_after_a_second_try(config, store, model, hub):
+    pauses = []
+    hub.behaviour.failures = 1
+    reach(store, model, source_of(model, config, ""), pauses.append)
+    assert pauses == [1.0]
+    away = replace(config, endpoint="http://127.0.0.1:1")
+    with pytest.raises(ModelsError, match=r"127\.0\.0\.1:1 is not reached"):
+        reach(store, model, source_of(model, away, ""), pauses.append)
+    nowhere = Model("n", directory="/nowhere")
+    with pytest.raises(ModelsError, match="/nowhere/SHA256SUMS cannot be read"):
+        reach(store, nowhere, source_of(nowhere, config, ""))
+
+
+def test_nobody_is_asked_for_what_is_here(config, store, model, hub):
+    fetch(store, model, source_of(model, config, ""), config, lambda s: None)
+    hub.behaviour.requests.clear()
+    reach(store, model, source_of(model, config, ""))
+    assert not hub.behaviour.requests
+    newer = replace(model, revision="f" * 40)
+    with pytest.raises(ModelsError):
+        reach(store, newer, source_of(newer, config, ""))
