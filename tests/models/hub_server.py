@@ -64,6 +64,13 @@ def git_sha1(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request, client_address) -> None:
+        """A client that hangs up, as an interrupted fetch does, is no news."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class HubServer:
     """Attributes:
     url: of the hub.
@@ -73,7 +80,7 @@ class HubServer:
     def __init__(self, folder: Path, port: int = 0, address: str = "127.0.0.1") -> None:
         self.folder, self.behaviour = folder, Behaviour()
         self._servers = [
-            ThreadingHTTPServer((address, wanted), self._handler())
+            _Server((address, wanted), self._handler())
             for wanted in ((port, port + 1) if port else (0, 0))
         ]
         for server in self._servers:
