@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -152,7 +153,12 @@ def apply(folder, launcher, wanted, changed):
     if not wanted:
         for directory in (folder, os.path.dirname(folder)):
             if os.path.isdir(directory) and not os.listdir(directory):
-                os.rmdir(directory)
+                try:
+                    os.rmdir(directory)
+                except OSError as error:
+                    # Something is mounted there: it is not ours alone.
+                    if error.errno != errno.EBUSY:
+                        raise
 
 
 def main():
