@@ -74,6 +74,11 @@ class Service:
         """How often systemd has read its units anew since the boot."""
         return int(self.run("journalctl -q -b -o cat _PID=1 | grep -c '^Reloading' || true"))
 
+    def said(self, words: str) -> int:
+        """How many lines of the checks hold these words since the boot."""
+        unit = "ddtree-health@0.service"
+        return int(self.run(f"journalctl -q -b -o cat -u {unit} | grep -c '{words}' || true"))
+
     def curl(self, *arguments: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
         """curl from outside the host."""
         return self.lab.outside(
@@ -131,6 +136,11 @@ def test_the_service_is_reached_from_outside_the_host(service):
     done = service.play("playbooks/smoke.yml", "-e", "smoke_expect=Paris")
     assert done.returncode != 0
     assert "without 'Paris'" in done.stdout + done.stderr
+    # From the host itself, whose port may be closed to others.
+    here = ("-e", "smoke_from={{ inventory_hostname }}")
+    done = service.play("playbooks/smoke.yml", "-e", "smoke_expect=name", *here)
+    assert done.returncode == 0, done.stdout
+    assert "127.0.0.1:8000" in done.stdout
 
 
 def test_started_means_ready(service):
@@ -204,9 +214,10 @@ def test_an_engine_that_takes_too_much_memory_is_killed_and_restarted(service):
         service.curl("-d", body, "http://10.78.0.11:8000/v1/completions")
         service.wait("the kernel's kill", 30, lambda: service.main_pid != pid)
         service.wait_until_ready(other_than=pid)
-        # With the older control groups systemd sees the signal and not why.
+        # Only control groups of version 2 tell systemd why the kernel sent its signal.
+        version_2 = service.run("stat -fc %T /sys/fs/cgroup") == "cgroup2fs"
         said = service.lab.journal(NODE, UNIT)
-        assert re.search("Failed with result '(oom-kill|signal)'", said), said
+        assert f"Failed with result '{'oom-kill' if version_2 else 'signal'}'" in said, said
         assert "hung" not in service.lab.journal(NODE, "ddtree-health@0.service", lines=20)
     finally:
         service.apply()
@@ -245,15 +256,15 @@ def test_a_wholly_stopped_server_is_restarted(service):
 
 def test_a_busy_engine_is_not_restarted(service):
     pid, restarts = service.main_pid, service.show("NRestarts")
+    said, hung = service.said("it is busy"), service.said("hung: ")
     body = json.dumps({"model": "demo", "prompt": "x", "max_tokens": 1500})
     client = service.lab.outside_in_background(
         *("curl", "-sS", "--max-time", "120", "-H", "Content-Type: application/json"),
         *("-d", body, "http://10.78.0.11:8000/v1/completions"),
     )
-    time.sleep(25)  # 5 times health_stall_after; our own completions wait behind that one
-    said = service.lab.journal(NODE, "ddtree-health@0.service", lines=40)
-    assert "it is busy" in said, said
-    assert "hung" not in said.split("it is busy")[-1]
+    # Our own completions wait behind that one, health_generate_timeout each: twice health_stall_after.
+    service.wait("checks of the busy engine", 100, lambda: service.said("it is busy") >= said + 4)
+    assert service.said("hung: ") == hung
     output, _ = client.communicate(timeout=120)
     assert json.loads(output)["usage"]["completion_tokens"] == 1500
     assert (service.main_pid, service.show("NRestarts")) == (pid, restarts)
@@ -323,6 +334,42 @@ def test_instances_that_exchange_their_ports_are_all_started(service):
         service.run(f"rm -rf {folder}/1")
 
 
+def test_a_reload_that_a_broken_off_run_has_left_out_is_made_up_for(service):
+    """The unit is as it should be, so that no task writes it and none notifies the handler."""
+    unit = "/etc/systemd/system/ddtree-vllm@.service"
+    pid = service.main_pid
+    service.run(f"cp -a {unit} /run/unit; sed -i s/RestartSec=1/RestartSec=9/ {unit}")
+    service.run(f"systemctl daemon-reload; cp /run/unit {unit}; rm /run/unit")
+    assert (service.show("NeedDaemonReload"), service.show("RestartUSec")) == ("yes", "9s")
+    assert service.apply() > 0
+    assert (service.show("NeedDaemonReload"), service.show("RestartUSec")) == ("no", "1s")
+    assert service.main_pid != pid
+    assert service.apply() == 0
+
+
+def test_check_mode_counts_what_would_be_started_and_enabled(service):
+    timer = "ddtree-health@0.timer"
+
+    def would_change():
+        return changed(service.play("site.yml", "--tags", "plan,configure,start", "--check"))
+
+    assert would_change() == 0
+    service.run(f"systemctl disable {UNIT} {timer}")
+    assert would_change() == 2
+    service.run(f"systemctl stop {UNIT}")
+    assert would_change() == 3
+    assert service.show("ActiveState") == "inactive"
+    pid = service.main_pid
+    assert service.apply() > 0
+    assert service.main_pid != pid
+    # Of a running one the state alone is put right.
+    pid = service.main_pid
+    service.run(f"systemctl disable {UNIT} {timer}")
+    assert service.apply() == 2
+    assert service.run(f"systemctl is-enabled {UNIT} {timer}") == "enabled\nenabled"
+    assert service.main_pid == pid
+
+
 @pytest.mark.slow
 def test_arguments_reach_the_engine_word_for_word(service):
     try:
@@ -343,6 +390,9 @@ def test_the_api_key_is_a_credential(service):
         assert service.curl(*code, "-H", "Authorization: Bearer s3cret", url).stdout == "200"
         service.run("systemctl start ddtree-health@0.service")  # it has the key too
         assert service.run("ps -eo args | grep -c '[s]3cret' || true") == "0"
+        done = service.play("playbooks/smoke.yml", "-vv", vllm_service_api_key="s3cret")
+        assert done.returncode == 0, done.stdout
+        assert "s3cret" not in done.stdout
         assert service.run("stat -c '%U %a' /etc/ddtree/credentials/api-key") == "root 600"
         # Gone missing: refused by systemd, not served without.
         service.run("mv /etc/ddtree/credentials/api-key /root/key")
@@ -470,6 +520,16 @@ def test_container_mode_pins_each_instance_by_uuid_and_drops_privileges(service)
     ("variables", "words"),
     [
         ({"vllm_service_engine_args": ["--port=1"]}, "sets --port, which the plan"),
+        (
+            {
+                "vllm_service_env": {
+                    "NCCL_P2P_DISABLE": "0",
+                    "DDTREE_URL": "x",
+                    "OMP_NUM_THREADS": 1,
+                }
+            },
+            "sets NCCL_P2P_DISABLE, DDTREE_URL, which the plan",
+        ),
         ({"vllm_service_engine_args": ["it's"]}, "must not hold a single quote"),
         ({"vllm_service_mode": "container"}, "Container mode needs vllm_service_image"),
         (
@@ -524,17 +584,49 @@ def test_the_role_makes_the_venv_and_removes_it(service, tmp_path):
         "vllm_service_pip_options": ["--no-index"],
         "vllm_service_system_packages": [],  # no mirror is reachable; the hosts have them
     }
+
+    def made():
+        return service.run("ls -d /opt/made/venv.[0-9a-f]*").split()
+
     try:
+        # A directory of somebody else at that path is refused, and is not replaced.
+        service.run("mkdir -p /opt/made/venv && touch /opt/made/venv/theirs")
+        refused = service.play(**variables)
+        assert refused.returncode != 0
+        assert "/opt/made/venv is there and not made by this role" in refused.stdout
+        service.run("rm /opt/made/venv/theirs && rmdir /opt/made/venv")
+
         assert changed(service.play(**variables)) > 0
-        assert "/opt/made/venv/bin/ddtree-vllm" in service.run(f"ps -o args= -p {service.main_pid}")
+        first = made()
+        assert first == [service.run("readlink /opt/made/venv")]
+        program = "/opt/made/venv/bin/ddtree-vllm"
+        assert program in service.run(f"ps -o args= -p {service.main_pid}")
         pid = service.main_pid
         assert changed(service.play(**variables)) == 0
+        # Which venv it is does not depend on the tags.
+        assert service.apply(**variables) == 0
+        assert service.main_pid == pid
+
+        # A venv that cannot be made leaves the one that serves.
+        broken = {
+            **variables,
+            "vllm_service_wheels": [*variables["vllm_service_wheels"], str(pins)],
+        }
+        assert service.play(**broken).returncode != 0
+        assert service.run("readlink /opt/made/venv") == first[0]
+        service.run(f"systemctl restart {UNIT}")
+        pid = service.main_pid
+
         pins.write_text("# none, but other ones\n")
         assert changed(service.play(**variables)) > 0
         assert service.main_pid != pid
+        second = made()
+        assert len(second) == 1
+        assert second != first
         assert changed(service.play("playbooks/uninstall.yml", **variables)) > 0
         assert service.run("ls -A /opt/made 2>/dev/null || true") == ""
     finally:
+        service.run("rm -rf /opt/made")
         changed(service.play())
 
 
@@ -543,6 +635,30 @@ def test_a_reboot_brings_everything_back(service):
     service.wait_until_ready(within=60)
     assert service.show("ActiveState", "ddtree-health@0.timer") == "active"
     assert changed(service.play()) == 0
+
+
+def test_uninstall_keeps_what_was_there_before(service):
+    """A user of the same name, and a venv where the role would have made one."""
+    venv = "/opt/operator/venv"
+    try:
+        assert changed(service.play("playbooks/uninstall.yml")) > 0
+        service.run(
+            f"useradd --system --uid 10001 --comment theirs ddtree; mkdir -p {venv}; touch {venv}/x"
+        )
+        assert changed(service.play()) > 0
+        container = {
+            "vllm_service_mode": "container",
+            "vllm_service_install": True,
+            "vllm_service_venv": venv,
+            "vllm_service_image": "any",
+            "vllm_service_image_archive": "any.tar",
+        }
+        assert changed(service.play("playbooks/uninstall.yml", **container)) > 0
+        assert service.run("getent passwd ddtree").split(":")[4] == "theirs"
+        assert service.run(f"ls {venv}") == "x"
+    finally:
+        service.run("rm -rf /opt/operator; userdel ddtree || true")
+        changed(service.play())
 
 
 def test_uninstall_leaves_nothing(service):
