@@ -225,21 +225,16 @@ def _run_kill_hung(options: argparse.Namespace) -> int:
     A hung engine drains nothing, so there is no reason to wait for its stop timeout. One that was
     started after the judgement is another engine, which is loading, and is left alone.
     """
-    judged = state.incarnation_in(options.state)
+    judged = state.judged_invocation(options.state)
     if not judged:
         raise HealthError(f"{options.state} names no start of {options.unit}: nothing is killed")
     found = unit.read(options.unit)
-    if _incarnation(found) != judged:
+    if found.invocation != judged:
         print(f"{found.name} has been started anew since it was judged: it is left alone")
         return 0
     unit.run_command(["systemctl", "kill", "--signal=SIGKILL", found.name])
     print(f"{found.name} was killed")
     return 0
-
-
-def _incarnation(found: unit.Unit) -> str:
-    """Identifies one start of a unit."""
-    return f"{state.boot_id()} {found.invocation}"
 
 
 def _check(options: argparse.Namespace) -> tuple[Report, bool]:
@@ -253,13 +248,16 @@ def _check(options: argparse.Namespace) -> tuple[Report, bool]:
         for result in _not_active(found):
             results[result.check] = result
     else:
-        incarnation = _incarnation(found) if found else f"{state.boot_id()} {options.url}"
+        invocation = found.invocation if found else ""
+        incarnation = f"{state.boot_id()} {invocation or options.url}"
         saved = state.load(options.state, incarnation)
         after = _look(options, server, saved, results)
         if found is not None and "live" in results:
             results["live"].data["restarts"] = found.restarts
         if options.state:
-            text = json.dumps({"incarnation": incarnation, **after}, indent=1)
+            text = json.dumps(
+                {"incarnation": incarnation, "invocation": invocation, **after}, indent=1
+            )
             kept = _keep(options.state, text + "\n")
     if "gpu" in wanted:
         results["gpu"] = gpu.check(options.gpus, xid_window_s=options.xid_window)

@@ -28,9 +28,13 @@ def load(path: str, incarnation: str) -> dict[str, Any]:
     return state if state.get("incarnation") == incarnation else {}
 
 
-def incarnation_in(path: str) -> str:
-    """Which start of which engine a state belongs to; empty if it cannot be read."""
-    return str(_read(path).get("incarnation") or "")
+def judged_invocation(path: str) -> str:
+    """systemd's name of the start that a state belongs to; empty if it has none or cannot be read.
+
+    Unlike the incarnation it holds no boot id: in a container a service with a /proc of its own
+    sees that of the machine.
+    """
+    return str(_read(path).get("invocation") or "")
 
 
 def _read(path: str) -> dict[str, Any]:
