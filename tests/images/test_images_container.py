@@ -22,6 +22,7 @@ PACKAGE = "/opt/ddtree/venv/lib/python3.11/site-packages/ddtree_vllm"
         ("", "Qwen/Qwen3.6-27B", "is no command of this image"),
         ("-e DDTREE_BUGDET=3", "", "did you mean DDTREE_BUDGET?"),
         ("-e DDTREE_MODEL=/models/target", "", "the drafter is missing: set DDTREE_DRAFTER"),
+        ("", "--config /etc/vllm.yml", "--config: this image fills in options"),
         ("-e DDTREE_API_KEY_FILE=/nothing", "", "DDTREE_API_KEY_FILE=/nothing cannot be read"),
         ("--shm-size 64m", "--tensor-parallel-size 2", "/dev/shm has 64 MiB"),
         ("-v /root/empty:/var/cache/ddtree:ro", "", "HOME=/var/cache/ddtree cannot be written"),
@@ -41,6 +42,23 @@ def test_what_cannot_be_served_ends_in_a_sentence_and_exit_code_2(loaded, option
     assert sentence in done.stdout + done.stderr, done.stdout + done.stderr
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_help_among_options_is_no_server_that_died(loaded):
+    done = loaded.try_run(1, f"docker run --rm {HARDENED} ddtree-vllm:cpu --budget 3 --help", 600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ddtree-vllm serve MODEL")
+    assert "ddtree-entrypoint" not in done.stderr
+
+
+def test_a_container_that_runs_a_shell_is_not_healthy(loaded):
+    loaded.run(1, "docker run --detach --name shell ddtree-vllm:cpu bash -c 'sleep 600; true'")
+    try:
+        done = loaded.try_run(1, "docker exec shell /opt/ddtree/bin/ddtree-entrypoint healthcheck")
+        assert done.returncode == 1
+        assert "this container does not serve: its first process is bash -c" in done.stderr
+    finally:
+        loaded.try_run(1, "docker rm --force --volumes shell")
 
 
 def test_doctor_is_content_as_any_user(loaded):
