@@ -60,14 +60,24 @@ def play(folder, tasks, variables):
 
 @pytest.fixture
 def render(tmp_path):
-    """render("name.j2", variable=...) -> the template's text."""
+    """render("a.j2", "b.j2", variable=...) -> the text of each template, by one play."""
 
-    def run(template, group=PAIR, **variables):
-        copy = {"src": template, "dest": str(tmp_path / "out"), "mode": "0644"}
-        task = {"ansible.builtin.template": copy, "vars": {"item": group}}
-        done = play(tmp_path / "play", [task], variables)
+    def run(*templates, **variables):
+        tasks = [
+            {
+                "ansible.builtin.template": {
+                    "src": template,
+                    "dest": str(tmp_path / template),
+                    "mode": "0644",
+                },
+                "vars": {"item": PAIR},
+            }
+            for template in templates
+        ]
+        done = play(tmp_path / "play", tasks, variables)
         assert done.returncode == 0, done.stdout + done.stderr
-        return (tmp_path / "out").read_text()
+        texts = [(tmp_path / template).read_text() for template in templates]
+        return texts if len(texts) > 1 else texts[0]
 
     return run
 
@@ -84,7 +94,6 @@ def option(arguments, name):
 @pytest.mark.parametrize(
     ("host", "address"),
     [
-        ("127.0.0.1", "127.0.0.1"),
         ("0.0.0.0", "127.0.0.1"),
         ("10.0.0.5", "10.0.0.5"),
         ("fd00::5", "[fd00::5]"),
@@ -92,9 +101,9 @@ def option(arguments, name):
 )
 def test_the_checks_ask_where_the_engine_listens(render, host, address):
     """Asked elsewhere, a healthy engine would be killed as one that answers nothing."""
-    arguments = words(render("health.env.j2", vllm_service_host=host), "DDTREE_HEALTH_ARGS")
+    checks, started = render("health.env.j2", "vllm.env.j2", vllm_service_host=host)
+    arguments = words(checks, "DDTREE_HEALTH_ARGS")
     assert option(arguments, "--url") == f"http://{address}:8000"
-    started = render("vllm.env.j2", vllm_service_host=host)
     assert f"\nDDTREE_URL=http://{address}:8000\n" in started
 
 
@@ -106,12 +115,12 @@ def test_the_checks_have_the_key_that_the_engine_asks_for(render):
     assert "s3cret" not in unit
 
 
-@pytest.mark.parametrize("budget", [900, 3600])
-def test_systemd_never_gives_up_on_a_start_before_the_engine_does(render, budget):
+def test_systemd_never_gives_up_on_a_start_before_the_engine_does(render):
     """Systemd's own 90 s are less than a 55 GB model takes from a cold disk."""
+    budget = 3600
     limits = {"vllm_service_start_timeout": budget, "vllm_service_free_timeout": 120}
-    unit = render("ddtree-vllm@.service.j2", **limits)
-    engine = int(words(render("vllm.env.j2", **limits), "VLLM_ENGINE_READY_TIMEOUT_S")[0])
+    unit, environment = render("ddtree-vllm@.service.j2", "vllm.env.j2", **limits)
+    engine = int(words(environment, "VLLM_ENGINE_READY_TIMEOUT_S")[0])
     waits = {name: int(s) for name, s in re.findall(r" (wait-\w+) .*--timeout (\d+)", unit)}
     systemd = int(re.search(r"^TimeoutStartSec=(\d+)$", unit, re.MULTILINE)[1])
     assert engine == budget
