@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the roles' templates become, and what their preflights refuse. Real Ansible, no host."""
+"""What the roles' templates become, and the smoke playbook. Real Ansible on this machine, no host."""
 
 import json
 import os
 import re
 import shlex
+import socket
 import subprocess
+import sys
+import time
 
 import pytest
 from lab_hosts import ROOT, find_playbook
@@ -167,3 +170,57 @@ def test_gpus_given_by_index_have_to_be_the_planned_ones(render):
     assert words(native, "CUDA_VISIBLE_DEVICES") == ["2,3"]
     container = render("vllm.env.j2", vllm_service_mode="container", vllm_service_image="any")
     assert "--indices" not in words(container, "DDTREE_WAIT")
+
+
+@pytest.fixture
+def stand_in():
+    """A server of the hosts' stand-in for vLLM that asks for a key; its port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [
+            *(sys.executable, ROOT / "tests/hosts/stub/bin/ddtree-vllm", "serve", "demo"),
+            *("--port", str(port)),
+        ],
+        env={**os.environ, "VLLM_API_KEY": "s3cret", "STUB_START_S": "0"},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        end = time.monotonic() + 30
+        while socket.socket().connect_ex(("127.0.0.1", port)) != 0:
+            assert time.monotonic() < end, "the stand-in does not listen"
+            time.sleep(0.1)
+        yield port
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@pytest.mark.parametrize(("expect", "status"), [("name", 0), ("Paris", 2)])
+def test_the_smoke_playbook_asks_with_the_key_and_shows_it_nowhere(
+    stand_in, tmp_path, expect, status
+):
+    (tmp_path / "topology.json").write_text(json.dumps({"groups": [{"port": stand_in}]}))
+    given = {
+        "ansible_connection": "local",
+        "ansible_become": False,
+        "ansible_host": "127.0.0.1",
+        "gpu_topology_config_dir": str(tmp_path),
+        "vllm_service_api_key": "s3cret",
+    }
+    (tmp_path / "hosts.yml").write_text(json.dumps({"ddtree": {"hosts": {"here": given}}}))
+    done = subprocess.run(
+        [
+            *(find_playbook(), "-v", "-i", str(tmp_path / "hosts.yml")),
+            *("-e", f"smoke_expect={expect}", ROOT / "playbooks/smoke.yml"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_HOME": str(tmp_path / "home")},
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert ("tokens a step" if status == 0 else "without 'Paris'") in done.stdout
+    assert "s3cret" not in done.stdout + done.stderr
