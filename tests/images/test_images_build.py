@@ -199,6 +199,7 @@ def test_a_gpu_image_that_adds_more_than_100_mb_is_refused(gpu, tmp_path):
     with pytest.raises(AssertionError, match=r"may add 100 MB to its base, and adds 10[0-3]"):
         make_image("gpu", root=checkout, **variables)
     buildah("rmi", "ddtree-vllm:big")
+    buildah("tag", "ddtree-vllm:gpu", f"ddtree-vllm:{__version__}-gpu")
 
 
 def test_byte_code_of_the_gpu_images_own_files_is_checked_by_no_time(gpu):
