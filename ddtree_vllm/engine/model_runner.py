@@ -31,6 +31,23 @@ class _TreeRunner:
             self._counters = TreeCounters(os.environ.get(FILE_VARIABLE) if first else None)
             self._counters.begin(self.speculator.budget, self.speculator.depth)
 
+    def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
+        """A prompt of one token that joins a batch of trees is verified as a tree, not prefilled.
+
+        vLLM 0.32 pads such a prompt with drafts, as many as a tree has, so that the batch stays
+        uniform, and its runner then takes all of these rows for the prompt: the recurrent state
+        would follow tokens that nobody said. A prompt's last token behind cached ones it already
+        runs as a decode; this is that rule without the cached ones (`DDTreeModelState` clears the
+        state that a decode would start from).
+        """
+        state, uniform = super().gather_batch_req_state(scheduler_output, dummy_run)  # type: ignore[misc]
+        if state is None or state.num_draft_tokens_np is None or not state.has_prefill:
+            return state, uniform
+        padded = state.is_prefilling_np & (state.num_draft_tokens_np > 0)
+        return state._replace(
+            prefill_runs_as_decode_np=state.prefill_runs_as_decode_np | padded
+        ), uniform
+
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if not isinstance(output, AsyncOutput) or not isinstance(self.speculator, DDTreeSpeculator):

@@ -162,6 +162,8 @@ class DDTreeModelState(MambaHybridModelState):
             max_rows,
         )
         step.only_trees = bool(is_tree.all())
+        if not for_capture:
+            self._clear_first_states(input_batch, is_tree)
         if for_capture:
             # A capture runs every kernel on stand-in blocks; it must commit nothing.
             step.path_len.zero_()
@@ -169,6 +171,18 @@ class DDTreeModelState(MambaHybridModelState):
         for layer_metadata in metadata.values():
             setattr(layer_metadata, TREE_ATTRIBUTE, step)
         return metadata
+
+    def _clear_first_states(self, input_batch: InputBatch, is_tree: np.ndarray) -> None:
+        """Zeros the recurrent states of trees that begin a sequence: prompts of one token.
+
+        Prefill knows where a sequence starts; a tree starts from what its block holds, which is
+        the state of the block's last owner.
+        """
+        before = input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs].numpy()
+        before = before - input_batch.num_scheduled_tokens[: input_batch.num_reqs]
+        first = np.flatnonzero((is_tree > 0) & input_batch.is_prefilling_np & (before <= 0))
+        if first.size and self._verification is not None:
+            self._verification.clear(async_tensor_h2d(first, device=self.device))
 
     def _tree_requests(self, input_batch: InputBatch, for_capture: bool) -> np.ndarray:
         """int32 ``[num_reqs]``: 1 where the rows are root plus drafts. The rule is the one by which

@@ -299,6 +299,7 @@ class TreeVerification:
         groups: the layers of each recurrent KV-cache group, which share a block table.
         """
         layers = [layer for group in groups for layer in group]
+        self.layers = layers
         self.step = step
         self.tree = tree
         self.stash = stash
@@ -314,6 +315,18 @@ class TreeVerification:
             groups=[layer.state_group for layer in layers],
         )
         self.conv_width = layers[0].conv_kernel_size
+
+    def clear(self, requests: torch.Tensor) -> None:
+        """Zero every layer's state of some requests.
+
+        Args:
+            requests: int64 ``[n]``, their places in the batch; each brings tree rows.
+        """
+        for layer in self.layers:
+            # An entry without a block clears the null block, which belongs to nobody.
+            slots = self.step.state_slots[layer.state_group, requests].clamp(min=_NULL_BLOCK)
+            layer._conv_state().index_fill_(0, slots.long(), 0)
+            layer.kv_cache[1].index_fill_(0, slots.long(), 0)
 
     def commit(self, num_reqs: int) -> None:
         """Advance every layer's state along the accepted paths; keep the state at block boundaries."""

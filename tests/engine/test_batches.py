@@ -80,6 +80,24 @@ def prompt_lengths() -> Scenario:
     return Scenario(requests, budget=15, engine={"max_num_seqs": 32})
 
 
+def one_token_prompts() -> Scenario:
+    """They join while others decode, which makes vLLM pad them with drafts, in blocks used before."""
+    rng = random.Random(17)
+    requests = [request(p, 3) for p in random_prompts(rng, [40] * 3, VOCAB)]
+    requests += [request(p, 40, after=2) for p in random_prompts(rng, [30], VOCAB)]
+    options: list[dict[str, Any]] = [
+        {},
+        {"presence_penalty": 1.2},
+        {"temperature": 1.0, "seed": 5},
+        {"logprobs": 2},
+    ]
+    for i, params in enumerate(options * 2):
+        [prompt] = random_prompts(rng, [1], VOCAB)
+        requests.append(request(prompt, 6, at_step=12 + i, params=params))
+    small = {"max_num_seqs": 4, "num_gpu_blocks_override": 40}
+    return Scenario(requests, budget=15, engine=small)
+
+
 def context_ends() -> Scenario:
     rng = random.Random(6)
     # The model's limit of 64 tokens comes before max_tokens does, at every offset into a tree.
@@ -148,6 +166,7 @@ def scenarios(tiny_pair) -> dict[str, Scenario]:
         "running ahead": running_ahead(),
         "preempted": preempted(),
         "prompt lengths": prompt_lengths(),
+        "one-token prompts": one_token_prompts(),
         "context ends": context_ends(),
         "stop tokens": stop_tokens(tiny_pair),
         "sampled beside greedy": sampled_beside_greedy(),
@@ -199,6 +218,11 @@ def test_preemption_under_a_small_cache(runs, scenarios, compatibility) -> None:
 def test_every_prompt_length_of_a_block_and_more(runs, scenarios) -> None:
     """128 consecutive lengths (complaint 8: garbage at lengths of one residue)."""
     assert_equal(runs["prompt lengths"], scenarios["prompt lengths"].requests)
+
+
+def test_a_prompt_of_one_token_joins_running_trees(runs, scenarios) -> None:
+    """Its state starts from zeros, and no padding of it gets into the state."""
+    assert_equal(runs["one-token prompts"], scenarios["one-token prompts"].requests)
 
 
 def test_max_model_len_reached_inside_a_tree(runs, scenarios, compatibility) -> None:
