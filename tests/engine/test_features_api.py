@@ -206,18 +206,13 @@ def wait_until_running(server: Server, count: int, seconds: float = 60) -> None:
         time.sleep(0.1)
 
 
-def test_a_closed_connection_ends_its_request(servers, answers, compatibility) -> None:
-    def counts() -> tuple[float, float]:
+def test_a_closed_connection_ends_its_request(servers, compatibility) -> None:
+    def tokens() -> float:
         text = httpx.get(f"{servers.trees.url}/metrics", timeout=60).text
-        aborted = [
-            float(line.rpartition(" ")[2])
-            for line in text.splitlines()
-            if line.startswith("vllm:request_success_total{") and 'finished_reason="abort"' in line
-        ]
-        return sum(aborted), counter(text, "vllm:generation_tokens_total")
+        return counter(text, "vllm:generation_tokens_total")
 
     body = {"model": MODEL, "prompt": "def push(", "max_tokens": 480, "ignore_eos": True}
-    aborted, tokens = counts()
+    before = tokens()
     with httpx.stream(
         "POST", f"{servers.trees.url}/v1/completions", json=body | {"stream": True}, timeout=120
     ) as stream:
@@ -225,9 +220,8 @@ def test_a_closed_connection_ends_its_request(servers, answers, compatibility) -
         next(lines)
         wait_until_running(servers.trees, 1)
     wait_until_running(servers.trees, 0)
-    now_aborted, now_tokens = counts()
-    assert now_aborted == aborted + 1
-    assert now_tokens - tokens < 240
+    # Ended early, not by its last token: vLLM counts no request that a client has left.
+    assert tokens() - before < 240
     compatibility.record("closed connection")
 
 
