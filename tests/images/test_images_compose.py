@@ -18,9 +18,6 @@ sys.path.insert(0, str(ROOT / "images/lib"))
 from ddtree_container import settings  # noqa: E402
 
 VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?:(?P<how>:?[-?+])(?P<word>[^}]*))?\}|(?P<bare>\w+))")
-COMPOSE = subprocess.run(
-    ["sh", "-c", "docker compose version"], check=False, capture_output=True, timeout=60
-)
 
 
 class RequiredVariable(Exception):
@@ -106,7 +103,7 @@ def test_docker_waits_longer_than_requests_in_flight_have():
     assert service("gpu", DDTREE_SHUTDOWN_TIMEOUT="300")["stop_grace_period"] == "1m300s"
 
 
-@pytest.mark.skipif(COMPOSE.returncode != 0, reason="docker compose is not installed")
+@pytest.mark.compose
 @pytest.mark.parametrize(
     ("profile", "variables"), [("cpu", {}), ("gpu", {"TARGET": "/t", "DRAFTER": "/d"})]
 )
