@@ -26,6 +26,7 @@ from compatibility import SAME
 from hypothesis import strategies
 from malformed import malformed
 from random_cases import random_case
+from recorded_requests import recorded
 
 from ddtree_vllm.smoke.server import Server, counter, running_server
 
@@ -271,7 +272,15 @@ def test_any_mix_of_parameters_gives_the_same_answers(servers, seed, request) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * 3600)
-def test_five_hundred_requests_as_clients_send_them(servers) -> None:
-    rng = random.Random(500)
-    for _ in range(20):
-        assert_batch_is_the_same(servers, [random_case(rng) for _ in range(25)])
+def test_five_hundred_recorded_requests_get_the_same_answers(servers) -> None:
+    requests = [recorded_case(line, request) for line, request in enumerate(recorded(), 1)]
+    assert len(requests) == 500
+    for start in range(0, len(requests), 25):
+        assert_batch_is_the_same(servers, requests[start : start + 25])
+
+
+def recorded_case(line: int, request: dict[str, Any]) -> Case:
+    """A line of recorded_requests.jsonl; a failure names it."""
+    body = {key: value for key, value in request["body"].items() if key != "stream"}
+    stream = request["body"].get("stream", False)
+    return Case(f"line {line}, {request['client']}", request["path"], body, stream=stream)
