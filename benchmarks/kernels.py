@@ -119,7 +119,16 @@ class GatedDeltaNet:
         self.states = [0.3 * noise(requests + 1, VALUE_HEADS, HEAD, HEAD) for _ in range(layers)]
         self.windows = [noise(requests + 1, WIDTH - 1, CHANNELS).to(DTYPE) for _ in range(layers)]
         self.stash = Stash.allocate(
-            layers, total, KEY_HEADS, VALUE_HEADS, HEAD, HEAD, DTYPE, DEVICE
+            layers,
+            total,
+            KEY_HEADS,
+            VALUE_HEADS,
+            HEAD,
+            HEAD,
+            DTYPE,
+            DEVICE,
+            max_reqs=requests,
+            max_num_rows=rows,
         )
         self.qkv = torch.empty(total, CHANNELS, dtype=DTYPE, device=DEVICE)
         self.out = torch.empty(total, VALUE_HEADS, HEAD, dtype=DTYPE, device=DEVICE)

@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 
 from ddtree_vllm.config import DDTreeConfig
 from ddtree_vllm.engine.rows import max_tree_rows
+from ddtree_vllm.gdn.launch import num_factors
 from ddtree_vllm.gdn.stash import Stash
 
 SUPPORTED_ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
@@ -127,14 +128,17 @@ def _gpu_reasons(vllm_config: VllmConfig) -> Iterator[str]:
         )
     rows, text = max_tree_rows(vllm_config), vllm_config.model_config.hf_text_config
     ranks = vllm_config.parallel_config.tensor_parallel_size
+    value_heads = text.linear_num_value_heads // ranks
     stash = rows * Stash.bytes_per_row(
         sum(kind == "linear_attention" for kind in text.layer_types),
         text.linear_num_key_heads // ranks,
-        text.linear_num_value_heads // ranks,
+        value_heads,
         text.linear_key_head_dim,
         text.linear_value_head_dim,
         vllm_config.model_config.dtype,
     )
+    most = vllm_config.scheduler_config.max_num_seqs
+    stash += 4 * num_factors(most, vllm_config.num_speculative_tokens + 1, value_heads)
     memory = current_platform.get_device_total_memory()
     room = memory * vllm_config.cache_config.gpu_memory_utilization
     # Beside it go the weights and the caches: half is more than any sensible engine gives.

@@ -208,7 +208,8 @@ def commit_paths(
     )
 
 
-@triton.jit
+# The stride of slots without groups is the number of requests.
+@triton.jit(do_not_specialize=["src_stride", "dst_stride", "cut_slots_stride"])
 def _commit_kernel(
     ssm_ptr,  # the first layer's [slots, HV, V, K]: gives the type
     ssm_address_ptr,  # [L] int64

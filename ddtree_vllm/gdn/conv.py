@@ -177,7 +177,7 @@ def _tiles(max_rows: int, num_channels: int) -> tuple[int, int]:
             min(128, triton.next_power_of_2(max_rows)),
             min(4096, triton.next_power_of_2(num_channels)),
         )
-    return 16, min(256, triton.next_power_of_2(num_channels))
+    return 16, min(128, triton.next_power_of_2(num_channels))
 
 
 @triton.jit

@@ -53,37 +53,66 @@ def row_tiles(max_num_rows: int) -> RowTiles:
     return RowTiles(max(MIN_ROWS, triton.next_power_of_2(max_num_rows)), False)
 
 
-def solve_group(max_depth: int) -> int:
-    """log2 of the depth levels that `solve_unit_lower` inverts as one group.
+class FactorSplit(NamedTuple):
+    """How the factors of a step's rows spread over programs.
 
-    Eight groups cover the depths 0..max_depth, so that at most seven rounds of substitution follow.
+    Attributes:
+        heads: value heads of a program, stacked.
+        pairs: pairs of row tiles, a program each.
+        numel: floats of all pairs of a program: two square factors each.
+        block_k: key channels of a pass of its loop.
+        num_warps: warps of a program.
     """
-    return max(0, max_depth.bit_length() - 3)
+
+    heads: int
+    pairs: int
+    numel: int
+    block_k: int
+    num_warps: int
+
+
+def factor_split(num_reqs: int, num_v_heads: int, tiles: RowTiles) -> FactorSplit:
+    """Split of the factors of `num_reqs` requests of these row tiles."""
+    heads = stacked_heads(num_v_heads, tiles.rows) if interpreting() else 1
+    pairs = 3 if tiles.two else 1
+    numel = pairs * 2 * (heads * tiles.rows) ** 2
+    block_k, num_warps = 128, 4
+    if tiles.two:
+        num_warps = 8
+    elif tiles.rows == 64:
+        block_k = 32
+    elif tiles.rows == 16 and num_reqs >= 16:
+        # Small products leave most of a program's warps idle.
+        num_warps = 1
+    return FactorSplit(heads, pairs, numel, block_k, num_warps)
+
+
+def num_factors(max_reqs: int, max_num_rows: int, num_v_heads: int) -> int:
+    """Floats that the factors of a step can take."""
+    split = factor_split(max_reqs, num_v_heads, row_tiles(max_num_rows))
+    return max_reqs * triton.cdiv(num_v_heads, split.heads) * split.numel
 
 
 class ValueSplit(NamedTuple):
-    """How a request's value heads and their value dimension spread over programs.
+    """How the value dimension of a request's value heads spreads over programs.
 
     Attributes:
         block_v: value columns of a program.
         block_k: key channels of a pass of its loop.
-        heads: value heads of a program, stacked.
-        num_warps: warps of a program.
     """
 
     block_v: int
     block_k: int
-    heads: int
-    num_warps: int
 
 
-# Fastest of a sweep on an H200 (docs/benchmarks), 48 value heads of 128: by rows of the tile and
-# programs per value split, the first line whose programs are not fewer counts. Wide value slices
-# share the rows' own work among more columns; narrow ones leave registers and give more programs.
+# Fastest of a sweep on an H200 (docs/benchmarks), 48 value heads of 128: by rows, the first line
+# whose requests are not fewer counts. Wide value slices share the rows' own work among more columns;
+# narrow ones leave registers and give more programs.
 _SPLITS = {
-    16: ((16 * 48, 128, 64), (4 * 48, 64, 64), (0, 32, 128)),
-    32: ((4 * 48, 128, 64), (0, 64, 64)),
-    64: ((0, 64, 32),),
+    16: ((16, 128, 32), (4, 64, 32), (0, 32, 128)),
+    32: ((16, 128, 32), (0, 64, 32)),
+    64: ((0, 32, 32),),
+    128: ((4, 64, 32), (0, 32, 128)),
 }
 
 
@@ -92,16 +121,13 @@ def value_split(
 ) -> ValueSplit:
     """Split of the verify kernel for `num_reqs` requests of these row tiles."""
     if interpreting():
-        return ValueSplit(head_v_dim, head_k_dim, stacked_heads(num_v_heads, tiles.rows), 4)
+        return ValueSplit(head_v_dim, head_k_dim)
     block_v, block_k = next(
         (block_v, block_k)
-        for programs, block_v, block_k in _SPLITS[tiles.rows]
-        if num_reqs * num_v_heads >= programs
+        for requests, block_v, block_k in _SPLITS[tiles.rows * (2 if tiles.two else 1)]
+        if num_reqs * num_v_heads >= requests * 48
     )
-    if head_k_dim < 128:
-        block_k = head_k_dim
-    # Two tiles keep twice the sums: eight warps hold them.
-    return ValueSplit(min(block_v, head_v_dim), block_k, 1, 8 if tiles.two else 4)
+    return ValueSplit(min(block_v, head_v_dim), min(block_k, head_k_dim))
 
 
 def stacked_heads(num_v_heads: int, tile_rows: int) -> int:

@@ -267,6 +267,7 @@ def allocate_stash(vllm_config: VllmConfig, max_rows: int, device: torch.device)
     Args:
         max_rows: the most tree rows a step can hold, over all its requests.
     """
+    budget = vllm_config.num_speculative_tokens
     layers = [
         layer
         for layer in vllm_config.compilation_config.static_forward_context.values()
@@ -282,6 +283,8 @@ def allocate_stash(vllm_config: VllmConfig, max_rows: int, device: torch.device)
         head_v_dim=first.head_v_dim,
         dtype=vllm_config.model_config.dtype,
         device=device,
+        max_reqs=vllm_config.scheduler_config.max_num_seqs,
+        max_num_rows=budget + 1,
     )
 
 

@@ -19,10 +19,9 @@ from ddtree_vllm.gdn.launch import (
     ROW_TILE,
     default_precision,
     interpreting,
-    solve_group,
     stacked_heads,
 )
-from ddtree_vllm.gdn.solve import gates, solve_unit_lower, sum_combine
+from ddtree_vllm.gdn.solve import invert_unit_lower, log_decay, sum_combine, update_rate
 
 
 def run_sequences(
@@ -94,7 +93,7 @@ def run_sequences(
         HEADS=heads,
         # One row has nothing to solve.
         SINGLE_ROW=max_query_len == 1,
-        LOG_GROUP=solve_group(block_rows - 1),
+        ROW_BITS=(block_rows - 1).bit_length(),
         PRECISION=precision or default_precision(),
         num_warps=4,
     )
@@ -128,7 +127,7 @@ def _sequence_kernel(
     BLOCK_V: tl.constexpr,
     HEADS: tl.constexpr,
     SINGLE_ROW: tl.constexpr,
-    LOG_GROUP: tl.constexpr,
+    ROW_BITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     req = tl.program_id(1)
@@ -165,7 +164,8 @@ def _sequence_kernel(
         seen = same_head & (local[:, None] >= local[None, :])
         own = tile_head[:, None] == tl.arange(0, HEADS)[None, :]
         own_wide = own.to(tl.float32)[:, :, None]
-    depth = local.to(tl.int32)
+    # Rows of different heads differ in a higher bit.
+    level = (stacked[:, None] ^ stacked[None, :]).to(tl.int32)
     head = tl.minimum(head, HV - 1)
     a_log = tl.load(a_log_ptr + head).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
@@ -196,9 +196,8 @@ def _sequence_kernel(
         k *= tl.rsqrt(tl.reduce(k * k, 1, sum_combine) + 1e-6)[:, None]
         a = tl.load(a_ptr + (row * a_stride + head), mask=valid, other=0.0).to(tl.float32)
         b = tl.load(b_ptr + (row * b_stride + head), mask=valid, other=0.0).to(tl.float32)
-        g, beta = gates(a, b, a_log, dt_bias)
-        g = tl.where(valid, g, 0.0).to(tl.float64)
-        beta = beta[:, None]
+        g = tl.where(valid, log_decay(a, a_log, dt_bias), 0.0).to(tl.float64)
+        beta = update_rate(b)[:, None]
 
         decay = tl.reduce(tl.where(seen, g[None, :], 0.0), 1, sum_combine)
         gap = tl.where(seen, decay[:, None] - decay[None, :], -float("inf"))
@@ -216,7 +215,8 @@ def _sequence_kernel(
         k_t = tl.trans(k)
         if not SINGLE_ROW:
             kk = tl.dot(k, k_t, input_precision=PRECISION)
-            u = solve_unit_lower(beta * ratio * kk, u, depth, LOG_GROUP, PRECISION)
+            inner = invert_unit_lower(beta * ratio * kk, level, ROW_BITS, PRECISION)
+            u -= tl.dot(inner, u, input_precision=PRECISION)
         qk = tl.dot(q, k_t, input_precision=PRECISION)
         o = growth * qs + tl.dot(ratio * qk, u, input_precision=PRECISION)
         out = out_ptr + (row * out_stride + head * V)[:, None] + v_channel

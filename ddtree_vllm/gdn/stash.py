@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ddtree_vllm.gdn.launch import num_factors
+
 
 @dataclass(frozen=True)
 class Stash:
@@ -26,12 +28,15 @@ class Stash:
             because the commit needs differences of it: after a strong decay the weak ones would
             drown.
         conv: [L, T, C], activations' type, raw rows before the convolution.
+        factors: float32, flat: what the two kernels of a layer's verification pass between them.
+            The layers take turns with it.
     """
 
     k: torch.Tensor
     u: torch.Tensor
     log_decay: torch.Tensor
     conv: torch.Tensor
+    factors: torch.Tensor
 
     @classmethod
     def allocate(
@@ -44,11 +49,16 @@ class Stash:
         head_v_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        *,
+        max_reqs: int,
+        max_num_rows: int,
     ) -> Stash:
         """Allocates a stash.
 
         Args:
             max_rows: the most tree rows a step can hold, over all its requests.
+            max_reqs: the most requests with a tree that a step can hold.
+            max_num_rows: the most rows of one of them.
             dtype: type of the activations.
         """
         channels = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
@@ -62,6 +72,9 @@ class Stash:
             u=empty(num_v_heads, head_v_dim, dtype=torch.float32),
             log_decay=empty(num_v_heads, dtype=torch.float64),
             conv=empty(channels, dtype=dtype),
+            factors=torch.empty(
+                num_factors(max_reqs, max_num_rows, num_v_heads), dtype=torch.float32, device=device
+            ),
         )
 
     @staticmethod
@@ -73,7 +86,10 @@ class Stash:
         head_v_dim: int,
         dtype: torch.dtype,
     ) -> int:
-        """Device memory that one row takes over all layers, in bytes, for sizing beforehand."""
+        """Device memory that one row takes over all layers, in bytes, for sizing beforehand.
+
+        The factors come on top, 4 bytes each: `launch.num_factors`.
+        """
         key_dim, value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
         activations = (key_dim + 2 * key_dim + value_dim) * dtype.itemsize
         return num_layers * (activations + value_dim * 4 + num_v_heads * 8)
@@ -88,4 +104,5 @@ class Stash:
 
     def bytes(self) -> int:
         """Device memory of the buffers, in bytes."""
-        return self.k.nbytes + self.u.nbytes + self.log_decay.nbytes + self.conv.nbytes
+        rows = self.k.nbytes + self.u.nbytes + self.log_decay.nbytes + self.conv.nbytes
+        return rows + self.factors.nbytes

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated DeltaNet over the rows of a draft tree, all of them from the one committed state.
 
-One launch a layer. A program takes one request, one value head (or several, stacked) and a slice
-of the value dimension. It reads the committed state, writes no state, and leaves in the stash what
-the commit needs to advance it along whichever path wins. `reference.run_tree_closed_form` has the
-formulas.
+Two launches a layer. The first works on what rows have to do with each other, once a request and
+value head: the inverse of the rows' triangular system, and the weights that mix their updates into
+the outputs. The second takes a slice of the value dimension besides: it reads the committed state,
+solves by a product, writes no state, and leaves in the stash what the commit needs to advance it
+along whichever path wins. `reference.run_tree_closed_form` has the formulas.
+
+In one launch every value slice would invert the system anew, which took longer than all the rest.
 """
 
 from __future__ import annotations
@@ -17,13 +20,13 @@ import triton.language as tl
 
 from ddtree_vllm.gdn.launch import (
     default_precision,
+    factor_split,
     native_bf16,
     row_tiles,
-    solve_group,
     value_split,
 )
 from ddtree_vllm.gdn.rows import TreeRows
-from ddtree_vllm.gdn.solve import gates, solve_unit_lower, sum_combine
+from ddtree_vllm.gdn.solve import invert_blocks, log_decay, sum_combine, update_rate
 from ddtree_vllm.gdn.stash import Stash
 
 if TYPE_CHECKING:
@@ -55,13 +58,14 @@ def verify_tree(
         a_log, dt_bias: [Hv].
         state: [slots, Hv, V, K], float32 or bfloat16, contiguous within a slot; read only.
         rows: the tree requests, at most 128 rows each.
-        tree: their trees (`ancestors` and `depths` are read).
+        tree: their trees (`ancestors` is read).
         out: [T, Hv, V], written for tree rows, contiguous within a row.
-        stash: `k`, `u` and `log_decay` of `layer` are written.
+        stash: `k`, `u` and `log_decay` of `layer` are written, `factors` is overwritten.
         precision: of products of two float32 factors, see `launch.default_precision`.
 
     Raises:
-        ValueError: shapes that do not fit each other, or a head size that is not 64 or 128.
+        ValueError: shapes that do not fit each other, a head size that is not 64 or 128, or a stash
+            made for fewer requests or rows of a request.
     """
     if rows.num_reqs == 0 or rows.max_num_rows == 0:
         return
@@ -69,12 +73,27 @@ def verify_tree(
     num_k_heads = stash.k.shape[2]
     _check(qkv, a, b, state, out, num_k_heads)
     tiles = row_tiles(min(rows.max_num_rows, tree.ancestors.shape[1]))
+    factor = factor_split(rows.num_reqs, num_v_heads, tiles)
     split = value_split(rows.num_reqs, num_v_heads, head_v_dim, head_k_dim, tiles)
-    grid = (
-        triton.cdiv(num_v_heads, split.heads) * (head_v_dim // split.block_v),
-        rows.num_reqs,
-    )
-    _verify_kernel[grid](
+    head_programs = triton.cdiv(num_v_heads, factor.heads)
+    needed = rows.num_reqs * head_programs * factor.numel
+    if needed > stash.factors.numel():
+        raise ValueError(
+            f"{rows.num_reqs} requests of up to {rows.max_num_rows} rows need {needed} factors; "
+            f"the stash was made for {stash.factors.numel()}"
+        )
+    which = (rows.slots, rows.state_slots, rows.row_start, rows.num_rows, rows.stash_start)
+    shape = {
+        "HK": num_k_heads,
+        "HV": num_v_heads,
+        "K": head_k_dim,
+        "BLOCK_ROWS": tiles.rows,
+        "TWO_TILES": tiles.two,
+        "HEADS": factor.heads,
+        "PRECISION": precision or default_precision(),
+        "BF16": native_bf16(qkv.dtype),
+    }
+    _factor_kernel[head_programs, rows.num_reqs, factor.pairs](
         qkv,
         qkv.stride(0),
         a,
@@ -83,38 +102,38 @@ def verify_tree(
         b.stride(0),
         a_log,
         dt_bias,
+        stash.factors,
+        stash.k[layer],
+        stash.log_decay[layer],
+        *which,
+        rows.null_slot,
+        tree.ancestors,
+        tree.ancestors.stride(0),
+        WORDS=tree.ancestors.shape[2],
+        BLOCK_K=min(factor.block_k, head_k_dim),
+        num_warps=factor.num_warps,
+        **shape,
+    )
+    _apply_kernel[head_programs * (head_v_dim // split.block_v), rows.num_reqs](
+        qkv,
+        qkv.stride(0),
+        b,
+        b.stride(0),
         state,
         state.stride(0),
         out,
         out.stride(0),
-        stash.k[layer],
+        stash.factors,
         stash.u[layer],
         stash.log_decay[layer],
-        rows.slots,
-        rows.state_slots,
-        rows.row_start,
-        rows.num_rows,
-        rows.stash_start,
+        *which,
         rows.null_slot,
-        tree.ancestors,
-        tree.ancestors.stride(0),
-        tree.depths,
-        tree.depths.stride(0),
         head_k_dim**-0.5,
-        HK=num_k_heads,
-        HV=num_v_heads,
-        K=head_k_dim,
         V=head_v_dim,
-        WORDS=tree.ancestors.shape[2],
-        BLOCK_ROWS=tiles.rows,
-        TWO_TILES=tiles.two,
         BLOCK_V=split.block_v,
         BLOCK_K=split.block_k,
-        HEADS=split.heads,
-        LOG_GROUP=solve_group(tree.max_depth),
-        PRECISION=precision or default_precision(),
-        BF16=native_bf16(qkv.dtype),
-        num_warps=split.num_warps,
+        num_warps=4,
+        **shape,
     )
 
 
@@ -150,99 +169,6 @@ def _check(
 
 
 @triton.jit
-def _row_products(
-    at,  # [n] pointers to the rows' q of their key head
-    valid,  # [n]
-    other_at,  # [n] pointers to the k of the rows of an earlier tile, read if CROSS
-    other_valid,  # [n]
-    stash_to,  # [n] pointers to the rows' k in the stash
-    stash_mask,  # [n]
-    state,  # [BLOCK_V] pointers into the slot, at value head 0
-    first_head,
-    tile_head,  # [n] which of the HEADS a row belongs to
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CROSS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BF16: tl.constexpr,
-):
-    """Every sum over the key dimension, in one pass over it; leaves k in the stash.
-
-    Slices of the key dimension keep registers free: what stays are the sums. The norms factor out
-    of every product, and bfloat16 rows that stay raw multiply exactly.
-
-    Returns:
-        S^T k and S^T q [n, BLOCK_V], each row with the state of its own head; k k^T and q k^T
-        [n, n]; k and q times the other tile's k^T [n, n] if CROSS; the inverse norms of k and q
-        [n].
-    """
-    n: tl.constexpr = at.shape[0]
-    ks = tl.full([n, BLOCK_V], 0.0, tl.float32)
-    qs = ks
-    kk = tl.full([n, n], 0.0, tl.float32)
-    qk = kk
-    k_other = kk
-    q_other = kk
-    k_square = tl.full([n], 0.0, tl.float32)
-    q_square = k_square
-    for start in range(0, K, BLOCK_K):
-        channel = (start + tl.arange(0, BLOCK_K))[None, :]
-        q = tl.load(at[:, None] + channel, mask=valid[:, None], other=0.0)
-        k = tl.load(at[:, None] + (channel + HK * K), mask=valid[:, None], other=0.0)
-        tl.store(
-            stash_to[:, None] + channel,
-            k.to(stash_to.dtype.element_ty),
-            mask=stash_mask[:, None],
-        )
-        q_wide = q.to(tl.float32)
-        k_wide = k.to(tl.float32)
-        q_square += tl.reduce(q_wide * q_wide, 1, sum_combine)
-        k_square += tl.reduce(k_wide * k_wide, 1, sum_combine)
-        if not BF16:
-            q = q_wide
-            k = k_wide
-        k_t = tl.trans(k)
-        kk = tl.dot(k, k_t, kk, input_precision=PRECISION)
-        qk = tl.dot(q, k_t, qk, input_precision=PRECISION)
-        if CROSS:
-            other = tl.load(other_at[:, None] + channel, mask=other_valid[:, None], other=0.0)
-            if not BF16:
-                other = other.to(tl.float32)
-            other = tl.trans(other)
-            k_other = tl.dot(k, other, k_other, input_precision=PRECISION)
-            q_other = tl.dot(q, other, q_other, input_precision=PRECISION)
-        for h in tl.static_range(HEADS):
-            s_at = state + tl.minimum(first_head + h, HV - 1) * HEAD_SIZE
-            s = tl.trans(tl.load(s_at[:, None] + channel).to(tl.float32))
-            if HEADS > 1:
-                here = (tile_head == h)[:, None]
-                k_here = tl.where(here, k, 0.0)
-                q_here = tl.where(here, q, 0.0)
-            else:
-                k_here = k
-                q_here = q
-            if BF16:
-                # Three bfloat16 terms hold a float32 to its last bit.
-                high = s.to(tl.bfloat16)
-                rest = s - high.to(tl.float32)
-                middle = rest.to(tl.bfloat16)
-                low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-                ks = tl.dot(k_here, high, tl.dot(k_here, middle, tl.dot(k_here, low, ks)))
-                qs = tl.dot(q_here, high, tl.dot(q_here, middle, tl.dot(q_here, low, qs)))
-            else:
-                ks = tl.dot(k_here, s, ks, input_precision=PRECISION)
-                qs = tl.dot(q_here, s, qs, input_precision=PRECISION)
-    k_unit = tl.rsqrt(k_square + 1e-6)
-    q_unit = tl.rsqrt(q_square + 1e-6)
-    return ks, qs, kk, qk, k_other, q_other, k_unit, q_unit
-
-
-@triton.jit
 def _ancestor_bits(
     words,  # [n] pointers to each row's bitmask
     valid,  # [n]
@@ -264,7 +190,43 @@ def _ancestor_bits(
 
 
 @triton.jit
-def _verify_kernel(
+def _tile_decay(
+    a_ptr,  # [T, HV]
+    a_stride,
+    a_log,
+    dt_bias,
+    row,  # [n] rows of tile 0 among the step's
+    column,  # [n] their local rows
+    head,
+    num_rows,
+    in_heads,
+    same_head,  # [n, n]
+    words,  # pointer to the request's bitmasks
+    TILE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Sum of the log-decay along the path to each row of tile TILE, [n] float64."""
+    local = column + TILE * BLOCK_ROWS
+    valid = (local < num_rows) & in_heads
+    decay = tl.full([column.shape[0]], 0.0, tl.float64)
+    for earlier in tl.static_range(TILE + 1):
+        seen = _ancestor_bits(
+            words + local * WORDS, valid, column, earlier * BLOCK_ROWS, BLOCK_ROWS, WORDS
+        )
+        if HEADS > 1:
+            seen = seen & same_head
+        there = (column + earlier * BLOCK_ROWS < num_rows) & in_heads
+        at = a_ptr + ((row + earlier * BLOCK_ROWS) * a_stride + head)
+        a = tl.load(at, mask=there, other=0.0).to(tl.float32)
+        g = log_decay(a, a_log, dt_bias).to(tl.float64)
+        decay += tl.reduce(tl.where(seen, g[None, :], 0.0), 1, sum_combine)
+    return decay
+
+
+@triton.jit
+def _factor_kernel(
     qkv_ptr,  # [T, 2 HK K + HV V]
     qkv_stride,
     a_ptr,  # [T, HV]
@@ -273,12 +235,8 @@ def _verify_kernel(
     b_stride,
     a_log_ptr,  # [HV]
     dt_bias_ptr,  # [HV]
-    state_ptr,  # [slots, HV, V, K]
-    state_stride,
-    out_ptr,  # [T, HV, V]
-    out_stride,
+    factors_ptr,  # [R, head programs, pairs, 2, n, n]
     stash_k_ptr,  # [max_rows, HK, K]
-    stash_u_ptr,  # [max_rows, HV, V]
     stash_decay_ptr,  # [max_rows, HV] float64
     slots_ptr,  # [R]
     state_slots_ptr,  # [R]
@@ -288,38 +246,321 @@ def _verify_kernel(
     null_slot,
     ancestors_ptr,  # [S, N + 1, WORDS]
     ancestors_stride,
-    depths_ptr,  # [S, N + 1]
-    depths_stride,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    TWO_TILES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BF16: tl.constexpr,
+):
+    """Factors of one pair of row tiles: two of n x n, n = HEADS * BLOCK_ROWS.
+
+    With one tile that pair is (0, 0); with two there are (0, 0), (1, 1) and (1, 0): rows of tile 1
+    see those of tile 0, never the other way round, as parents come first. The first factor of a
+    tile with itself is N of (I + A)^-1 = I - N; of (1, 0) it is A itself. The second mixes updates
+    into outputs. Both take updates that carry 1 / |k|, but for N. Leaves k and the log-decays in
+    the stash.
+    """
+    req = tl.program_id(1)
+    pair = tl.program_id(2)
+    slot = tl.load(slots_ptr + req).to(tl.int64)
+    state_slot = tl.load(state_slots_ptr + req).to(tl.int64)
+    num_rows = tl.load(num_rows_ptr + req)
+    tile = tl.minimum(pair, 1)
+    if (num_rows <= tile * BLOCK_ROWS) | (slot < 0) | (state_slot <= null_slot):
+        return
+    group: tl.constexpr = HV // HK
+    n: tl.constexpr = HEADS * BLOCK_ROWS
+    first_head = tl.program_id(0).to(tl.int64) * HEADS
+
+    # Tile row r is row r % BLOCK_ROWS of value head r // BLOCK_ROWS. Several heads are one system
+    # with a block-diagonal A: fewer, larger operations. With one head there is nothing to index.
+    stacked = tl.arange(0, n).to(tl.int64)
+    if HEADS == 1:
+        column = stacked
+        head = first_head
+        same_head = True
+    else:
+        column = stacked % BLOCK_ROWS
+        tile_head = stacked // BLOCK_ROWS
+        head = first_head + tile_head
+        same_head = tile_head[:, None] == tile_head[None, :]
+    in_heads = head < HV
+    head = tl.minimum(head, HV - 1)
+    k_head = head // group
+    a_log = tl.load(a_log_ptr + head).to(tl.float32)
+    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    row0 = tl.load(row_start_ptr + req).to(tl.int64) + column
+    stash_row = tl.load(stash_start_ptr + req).to(tl.int64) + column
+    words = ancestors_ptr + slot * ancestors_stride
+
+    local = column
+    row = row0
+    if TWO_TILES:
+        local += tile * BLOCK_ROWS
+        row += tile * BLOCK_ROWS
+        stash_row += tile * BLOCK_ROWS
+    valid = (local < num_rows) & in_heads
+    stash_mask = (valid & (head % group == 0))[:, None]
+    if TWO_TILES:
+        stash_mask = stash_mask & (pair < 2)
+        # The columns' tile: 0, 1, 0.
+        other_tile = pair % 2
+        other_row = row0 + other_tile * BLOCK_ROWS
+        other_valid = (column + other_tile * BLOCK_ROWS < num_rows) & in_heads
+        other_at = qkv_ptr + (other_row * qkv_stride + (HK + k_head) * K)
+    at = qkv_ptr + (row * qkv_stride + k_head * K)
+    stash_to = stash_k_ptr + (stash_row * (HK * K) + k_head * K)
+
+    # The norms factor out of every product, and bfloat16 rows that stay raw multiply exactly.
+    kk = tl.full([n, n], 0.0, tl.float32)
+    qk = kk
+    square = tl.full([n], 0.0, tl.float32)
+    other_square = square
+    for start in range(0, K, BLOCK_K):
+        channel = (start + tl.arange(0, BLOCK_K))[None, :]
+        q = tl.load(at[:, None] + channel, mask=valid[:, None], other=0.0)
+        k = tl.load(at[:, None] + (channel + HK * K), mask=valid[:, None], other=0.0)
+        tl.store(stash_to[:, None] + channel, k.to(stash_k_ptr.dtype.element_ty), mask=stash_mask)
+        wide = k.to(tl.float32)
+        square += tl.reduce(wide * wide, 1, sum_combine)
+        if not BF16:
+            q = q.to(tl.float32)
+            k = wide
+        if TWO_TILES:
+            other = tl.load(other_at[:, None] + channel, mask=other_valid[:, None], other=0.0)
+            other_wide = other.to(tl.float32)
+            other_square += tl.reduce(other_wide * other_wide, 1, sum_combine)
+            if not BF16:
+                other = other_wide
+            other = tl.trans(other)
+        else:
+            other = tl.trans(k)
+        kk = tl.dot(k, other, kk, input_precision=PRECISION)
+        qk = tl.dot(q, other, qk, input_precision=PRECISION)
+
+    decay0 = _tile_decay(
+        a_ptr,
+        a_stride,
+        a_log,
+        dt_bias,
+        row0,
+        column,
+        head,
+        num_rows,
+        in_heads,
+        same_head,
+        words,
+        0,
+        BLOCK_ROWS,
+        WORDS,
+        HEADS,
+    )
+    seen = _ancestor_bits(words + column * WORDS, valid, column, 0, BLOCK_ROWS, WORDS)
+    decay = decay0
+    other_decay = decay0
+    other_unit = tl.rsqrt(square + 1e-6)
+    if TWO_TILES:
+        other_unit = tl.rsqrt(other_square + 1e-6)
+        if tile == 1:
+            decay = _tile_decay(
+                a_ptr,
+                a_stride,
+                a_log,
+                dt_bias,
+                row0,
+                column,
+                head,
+                num_rows,
+                in_heads,
+                same_head,
+                words,
+                1,
+                BLOCK_ROWS,
+                WORDS,
+                HEADS,
+            )
+            at_words = words + local * WORDS
+            seen = _ancestor_bits(at_words, valid, column, 0, BLOCK_ROWS, WORDS)
+            if pair == 1:
+                other_decay = decay
+                seen = _ancestor_bits(at_words, valid, column, BLOCK_ROWS, BLOCK_ROWS, WORDS)
+    if HEADS > 1:
+        seen = seen & same_head
+    # Masked before exp: elsewhere the difference can be positive and overflow.
+    gap = tl.where(seen, decay[:, None] - other_decay[None, :], -float("inf"))
+    ratio = tl.exp(gap.to(tl.float32))
+    b = tl.load(b_ptr + (row * b_stride + head), mask=valid, other=0.0).to(tl.float32)
+    if TWO_TILES:
+        # The updates of tile 0 carry 1 / |k| when tile 1 takes them.
+        other_unit = tl.where(pair == 2, 1.0, other_unit)
+    a = (update_rate(b) * tl.rsqrt(square + 1e-6))[:, None] * ratio * kk * other_unit[None, :]
+
+    program = req.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    factor = factors_ptr + (program * tl.num_programs(2) + pair) * (2 * n * n)
+    at = stacked[:, None] * n + stacked[None, :]
+    tl.store(factor + at, a)
+    tl.store(factor + (at + n * n), ratio * qk)
+    tl.store(stash_decay_ptr + (stash_row * HV + head), decay, mask=valid & (pair < 2))
+    if pair < 2:
+        tl.debug_barrier()
+        invert_blocks(factor, n, BLOCK_ROWS, PRECISION)
+
+
+@triton.jit
+def _apply_tile(
+    row,  # [n] the tile's rows among the step's
+    stash_row,  # [n]
+    valid,  # [n]
+    factors,  # [n, n] pointers into the factors of tile 0 with itself
+    u0,  # [n, BLOCK_V] what tile 0 returned, used if TILE is 1
+    qkv_ptr,
+    qkv_stride,
+    b_ptr,
+    b_stride,
+    state,  # [BLOCK_V] pointers into the slot, at value head 0
+    out_ptr,
+    out_stride,
+    stash_u_ptr,
+    stash_decay_ptr,
+    scale,
+    first_head,
+    tile_head,  # [n] which of the HEADS a row belongs to
+    head,
+    v_channel,  # [1, BLOCK_V]
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BF16: tl.constexpr,
+):
+    """Writes a tile's outputs and updates; returns the updates [n, BLOCK_V], which carry 1 / |k|."""
+    n: tl.constexpr = row.shape[0]
+    mask = valid[:, None]
+    at = qkv_ptr + row * qkv_stride
+    q_at = (at + (head // (HV // HK)) * K)[:, None]
+    # S^T k and S^T q, each row with the state of its own head. Slices of the key dimension keep
+    # registers free: what stays are the sums.
+    ks = tl.full([n, BLOCK_V], 0.0, tl.float32)
+    qs = ks
+    k_square = tl.full([n], 0.0, tl.float32)
+    q_square = k_square
+    for start in range(0, K, BLOCK_K):
+        channel = (start + tl.arange(0, BLOCK_K))[None, :]
+        q = tl.load(q_at + channel, mask=mask, other=0.0)
+        k = tl.load(q_at + (channel + HK * K), mask=mask, other=0.0)
+        q_wide = q.to(tl.float32)
+        k_wide = k.to(tl.float32)
+        q_square += tl.reduce(q_wide * q_wide, 1, sum_combine)
+        k_square += tl.reduce(k_wide * k_wide, 1, sum_combine)
+        if not BF16:
+            q = q_wide
+            k = k_wide
+        for h in tl.static_range(HEADS):
+            s_at = state + tl.minimum(first_head + h, HV - 1) * (V * K)
+            s = tl.trans(tl.load(s_at[:, None] + channel).to(tl.float32))
+            if HEADS > 1:
+                here = (tile_head == h)[:, None]
+                k_here = tl.where(here, k, 0.0)
+                q_here = tl.where(here, q, 0.0)
+            else:
+                k_here = k
+                q_here = q
+            if BF16:
+                # Three bfloat16 terms hold a float32 to its last bit.
+                high = s.to(tl.bfloat16)
+                rest = s - high.to(tl.float32)
+                middle = rest.to(tl.bfloat16)
+                low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+                ks = tl.dot(k_here, high, tl.dot(k_here, middle, tl.dot(k_here, low, ks)))
+                qs = tl.dot(q_here, high, tl.dot(q_here, middle, tl.dot(q_here, low, qs)))
+            else:
+                ks = tl.dot(k_here, s, ks, input_precision=PRECISION)
+                qs = tl.dot(q_here, s, qs, input_precision=PRECISION)
+    k_unit = tl.rsqrt(k_square + 1e-6)
+    decay = tl.load(stash_decay_ptr + (stash_row * HV + head), mask=valid, other=0.0)
+    growth = tl.exp(decay.to(tl.float32))
+    b = tl.load(b_ptr + (row * b_stride + head), mask=valid, other=0.0).to(tl.float32)
+    v_head = head * V
+    v_at = (at + (2 * HK * K + v_head))[:, None] + v_channel
+    v = tl.load(v_at, mask=mask, other=0.0).to(tl.float32)
+    rhs = update_rate(b)[:, None] * (v - (growth * k_unit)[:, None] * ks)
+    mixed = growth[:, None] * qs
+    if TILE == 1:
+        # What tile 0 passes on is one more term of the right-hand side.
+        rhs -= tl.dot(tl.load(factors + 4 * n * n), u0, input_precision=PRECISION)
+        mixed = tl.dot(tl.load(factors + 5 * n * n), u0, mixed, input_precision=PRECISION)
+    solve = tl.load(factors + TILE * 2 * n * n)
+    u = rhs - tl.dot(solve, rhs, input_precision=PRECISION)
+    # From here on u carries 1 / |k|, and k is raw wherever the two meet.
+    u *= k_unit[:, None]
+    mix = tl.load(factors + (TILE * 2 + 1) * n * n)
+    mixed = tl.dot(mix, u, mixed, input_precision=PRECISION)
+    o = (scale * tl.rsqrt(q_square + 1e-6))[:, None] * mixed
+    out_at = out_ptr + (row * out_stride + v_head)[:, None] + v_channel
+    tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=mask)
+    u_to = stash_u_ptr + (stash_row * (HV * V) + v_head)[:, None] + v_channel
+    tl.store(u_to, u, mask=mask)
+    return u
+
+
+@triton.jit
+def _apply_kernel(
+    qkv_ptr,  # [T, 2 HK K + HV V]
+    qkv_stride,
+    b_ptr,  # [T, HV]
+    b_stride,
+    state_ptr,  # [slots, HV, V, K]
+    state_stride,
+    out_ptr,  # [T, HV, V]
+    out_stride,
+    factors_ptr,  # [R, head programs, pairs, 2, n, n]
+    stash_u_ptr,  # [max_rows, HV, V]
+    stash_decay_ptr,  # [max_rows, HV] float64
+    slots_ptr,  # [R]
+    state_slots_ptr,  # [R]
+    row_start_ptr,  # [R]
+    num_rows_ptr,  # [R]
+    stash_start_ptr,  # [R]
+    null_slot,
     scale,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    WORDS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     TWO_TILES: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HEADS: tl.constexpr,
-    LOG_GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
     BF16: tl.constexpr,
 ):
+    """Updates and outputs of a request's rows for a slice of the value dimension."""
     req = tl.program_id(1)
     slot = tl.load(slots_ptr + req).to(tl.int64)
     state_slot = tl.load(state_slots_ptr + req).to(tl.int64)
     num_rows = tl.load(num_rows_ptr + req)
     if (num_rows <= 0) | (slot < 0) | (state_slot <= null_slot):
         return
-
     v_splits: tl.constexpr = V // BLOCK_V
-    group: tl.constexpr = HV // HK
+    n: tl.constexpr = HEADS * BLOCK_ROWS
+    pairs: tl.constexpr = 3 if TWO_TILES else 1
     v_split = (tl.program_id(0) % v_splits).to(tl.int64)
-    first_head = (tl.program_id(0) // v_splits).to(tl.int64) * HEADS
+    head_program = tl.program_id(0) // v_splits
+    first_head = head_program.to(tl.int64) * HEADS
 
-    # Tile row r is row r % BLOCK_ROWS of value head r // BLOCK_ROWS. Several heads are one system
-    # with a block-diagonal A: fewer, larger operations. With one head there is nothing to index.
-    stacked = tl.arange(0, HEADS * BLOCK_ROWS).to(tl.int64)
+    # Rows are stacked by head as in the factors.
+    stacked = tl.arange(0, n).to(tl.int64)
     tile_head = stacked // BLOCK_ROWS
     if HEADS == 1:
         column = stacked
@@ -329,139 +570,76 @@ def _verify_kernel(
         head = first_head + tile_head
     in_heads = head < HV
     head = tl.minimum(head, HV - 1)
-    k_head = head // group
-    a_log = tl.load(a_log_ptr + head).to(tl.float32)
-    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-
     v_channel = v_split * BLOCK_V + tl.arange(0, BLOCK_V)
     state = state_ptr + (state_slot * state_stride + v_channel * K)
     v_channel = v_channel[None, :]
-    row_start = tl.load(row_start_ptr + req).to(tl.int64)
-    stash_start = tl.load(stash_start_ptr + req).to(tl.int64)
-    words = ancestors_ptr + slot * ancestors_stride
-    depths = depths_ptr + slot * depths_stride
-    writes_k = (v_split == 0) & (head % group == 0)
-    out_type = out_ptr.dtype.element_ty
+    row = tl.load(row_start_ptr + req).to(tl.int64) + column
+    stash_row = tl.load(stash_start_ptr + req).to(tl.int64) + column
+    program = req.to(tl.int64) * (tl.num_programs(0) // v_splits) + head_program
+    factors = factors_ptr + program * (pairs * 2 * n * n)
+    factors += stacked[:, None] * n + stacked[None, :]
 
-    # Tile 0: local rows 0 .. BLOCK_ROWS - 1.
-    valid0 = (column < num_rows) & in_heads
-    mask0 = valid0[:, None]
-    row0 = row_start + column
-    stash0 = stash_start + column
-    q0_at = qkv_ptr + (row0 * qkv_stride + k_head * K)
-    k0_to = stash_k_ptr + (stash0 * (HK * K) + k_head * K)
-    ks, qs, kk, qk, _, _, k_unit0, q_unit0 = _row_products(
-        q0_at,
-        valid0,
-        q0_at,
-        valid0,
-        k0_to,
-        valid0 & writes_k,
+    u0 = _apply_tile(
+        row,
+        stash_row,
+        (column < num_rows) & in_heads,
+        factors,
+        0.0,
+        qkv_ptr,
+        qkv_stride,
+        b_ptr,
+        b_stride,
         state,
+        out_ptr,
+        out_stride,
+        stash_u_ptr,
+        stash_decay_ptr,
+        scale,
         first_head,
         tile_head,
+        head,
+        v_channel,
         HK,
         HV,
         K,
-        V * K,
-        HEADS,
+        V,
+        0,
         BLOCK_V,
         BLOCK_K,
-        False,
+        HEADS,
         PRECISION,
         BF16,
     )
-    seen00 = _ancestor_bits(words + column * WORDS, valid0, column, 0, BLOCK_ROWS, WORDS)
-    if HEADS > 1:
-        same_head = tile_head[:, None] == tile_head[None, :]
-        seen00 = seen00 & same_head
-    depth0 = tl.load(depths + column, mask=valid0, other=0)
-    a0 = tl.load(a_ptr + (row0 * a_stride + head), mask=valid0, other=0.0).to(tl.float32)
-    b0 = tl.load(b_ptr + (row0 * b_stride + head), mask=valid0, other=0.0).to(tl.float32)
-    g0, beta0 = gates(a0, b0, a_log, dt_bias)
-    g0 = g0.to(tl.float64)[None, :]
-    decay0 = tl.reduce(tl.where(seen00, g0, 0.0), 1, sum_combine)
-    # Masked before exp: elsewhere the difference can be positive and overflow.
-    gap00 = tl.where(seen00, decay0[:, None] - decay0[None, :], -float("inf"))
-    ratio00 = tl.exp(gap00.to(tl.float32))
-    growth0 = tl.exp(decay0.to(tl.float32))
-    v_head = head * V
-    v0_at = qkv_ptr + (row0 * qkv_stride + (2 * HK * K + v_head))[:, None] + v_channel
-    v0 = tl.load(v0_at, mask=mask0, other=0.0).to(tl.float32)
-    rhs = beta0[:, None] * (v0 - (growth0 * k_unit0)[:, None] * ks)
-    a = (beta0 * k_unit0)[:, None] * ratio00 * kk * k_unit0[None, :]
-    u0 = solve_unit_lower(a, rhs, depth0, LOG_GROUP, PRECISION)
-    # From here on u carries 1 / |k|, and k is raw wherever the two meet.
-    u0 *= k_unit0[:, None]
-    mix = tl.dot(ratio00 * qk, u0, growth0[:, None] * qs, input_precision=PRECISION)
-    o = (scale * q_unit0)[:, None] * mix
-    out0_at = out_ptr + (row0 * out_stride + v_head)[:, None] + v_channel
-    tl.store(out0_at, o.to(out_type), mask=mask0)
-    u0_to = stash_u_ptr + (stash0 * (HV * V) + v_head)[:, None] + v_channel
-    tl.store(u0_to, u0, mask=mask0)
-    tl.store(stash_decay_ptr + (stash0 * HV + head), decay0, mask=valid0 & (v_split == 0))
-
-    # Tile 1: the BLOCK_ROWS rows after. Parents come first, so it depends on tile 0 and not the
-    # other way round: what tile 0 passes on is one more term of the right-hand side.
-    if TWO_TILES:
-        local1 = column + BLOCK_ROWS
-        valid1 = (local1 < num_rows) & in_heads
-        mask1 = valid1[:, None]
-        row1 = row_start + local1
-        stash1 = stash_start + local1
-        q1_at = qkv_ptr + (row1 * qkv_stride + k_head * K)
-        k1_to = stash_k_ptr + (stash1 * (HK * K) + k_head * K)
-        ks, qs, kk, qk, kk10, qk10, k_unit1, q_unit1 = _row_products(
-            q1_at,
-            valid1,
-            q0_at + HK * K,
-            valid0,
-            k1_to,
-            valid1 & writes_k,
-            state,
-            first_head,
-            tile_head,
-            HK,
-            HV,
-            K,
-            V * K,
-            HEADS,
-            BLOCK_V,
-            BLOCK_K,
-            True,
-            PRECISION,
-            BF16,
-        )
-        words1 = words + local1 * WORDS
-        seen10 = _ancestor_bits(words1, valid1, column, 0, BLOCK_ROWS, WORDS)
-        seen11 = _ancestor_bits(words1, valid1, column, BLOCK_ROWS, BLOCK_ROWS, WORDS)
-        if HEADS > 1:
-            seen10 = seen10 & same_head
-            seen11 = seen11 & same_head
-        depth1 = tl.load(depths + local1, mask=valid1, other=0)
-        a1 = tl.load(a_ptr + (row1 * a_stride + head), mask=valid1, other=0.0).to(tl.float32)
-        b1 = tl.load(b_ptr + (row1 * b_stride + head), mask=valid1, other=0.0).to(tl.float32)
-        g1, beta1 = gates(a1, b1, a_log, dt_bias)
-        g1 = g1.to(tl.float64)[None, :]
-        decay1 = tl.reduce(tl.where(seen10, g0, 0.0), 1, sum_combine)
-        decay1 += tl.reduce(tl.where(seen11, g1, 0.0), 1, sum_combine)
-        growth1 = tl.exp(decay1.to(tl.float32))
-        gap10 = tl.where(seen10, decay1[:, None] - decay0[None, :], -float("inf"))
-        ratio10 = tl.exp(gap10.to(tl.float32))
-        from0 = k_unit1[:, None] * tl.dot(ratio10 * kk10, u0, input_precision=PRECISION)
-        mix = tl.dot(ratio10 * qk10, u0, growth1[:, None] * qs, input_precision=PRECISION)
-        gap11 = tl.where(seen11, decay1[:, None] - decay1[None, :], -float("inf"))
-        ratio11 = tl.exp(gap11.to(tl.float32))
-        v1_at = qkv_ptr + (row1 * qkv_stride + (2 * HK * K + v_head))[:, None] + v_channel
-        v1 = tl.load(v1_at, mask=mask1, other=0.0).to(tl.float32)
-        rhs = beta1[:, None] * (v1 - (growth1 * k_unit1)[:, None] * ks - from0)
-        a = (beta1 * k_unit1)[:, None] * ratio11 * kk * k_unit1[None, :]
-        u1 = solve_unit_lower(a, rhs, depth1, LOG_GROUP, PRECISION)
-        u1 *= k_unit1[:, None]
-        mix = tl.dot(ratio11 * qk, u1, mix, input_precision=PRECISION)
-        o = (scale * q_unit1)[:, None] * mix
-        out1_at = out_ptr + (row1 * out_stride + v_head)[:, None] + v_channel
-        tl.store(out1_at, o.to(out_type), mask=mask1)
-        u1_to = stash_u_ptr + (stash1 * (HV * V) + v_head)[:, None] + v_channel
-        tl.store(u1_to, u1, mask=mask1)
-        tl.store(stash_decay_ptr + (stash1 * HV + head), decay1, mask=valid1 & (v_split == 0))
+    if TWO_TILES:  # noqa: SIM102 (the outer one is known when the kernel is compiled)
+        if num_rows > BLOCK_ROWS:
+            _apply_tile(
+                row + BLOCK_ROWS,
+                stash_row + BLOCK_ROWS,
+                (column + BLOCK_ROWS < num_rows) & in_heads,
+                factors,
+                u0,
+                qkv_ptr,
+                qkv_stride,
+                b_ptr,
+                b_stride,
+                state,
+                out_ptr,
+                out_stride,
+                stash_u_ptr,
+                stash_decay_ptr,
+                scale,
+                first_head,
+                tile_head,
+                head,
+                v_channel,
+                HK,
+                HV,
+                K,
+                V,
+                1,
+                BLOCK_V,
+                BLOCK_K,
+                HEADS,
+                PRECISION,
+                BF16,
+            )

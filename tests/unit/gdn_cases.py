@@ -167,6 +167,8 @@ class Step:
             head_dim,
             dtype,
             device,
+            max_reqs=num_reqs,
+            max_num_rows=max(1, *num_rows, 1),
         )
         self.layers = [
             self._random_layer(regime, dtype, state_dtype, bias) for _ in range(num_layers)
