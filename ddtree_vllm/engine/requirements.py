@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
 from vllm.platforms import current_platform
 
 from ddtree_vllm.config import DDTreeConfig
@@ -49,6 +51,9 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         vllm_config.cache_config,
     )
     architectures = model.architectures or []
+    # vLLM may serve the same checkpoint with a class of another name, which knows no tree.
+    if model.architecture.startswith("Transformers"):
+        yield "--model-impl transformers, whose layers see rows in order; remove it"
     if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
         yield (
             f"the target's architecture {', '.join(architectures) or '(none named)'} is not one of "
@@ -80,6 +85,8 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         yield "context parallelism; set its sizes to 1"
     if parallel.data_parallel_size > 1:
         yield "data parallelism inside one engine; start one engine per replica"
+    if spec.draft_parallel_config.tensor_parallel_size != parallel.tensor_parallel_size:
+        yield "a drafter on fewer GPUs than the target; remove draft_tensor_parallel_size"
     if parallel.enable_batch_sharded_sampling:
         yield "batch-sharded sampling; switch it off"
     if parallel.use_ubatching:
@@ -88,6 +95,13 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         yield "LoRA adapters; remove --enable-lora"
     if vllm_config.kv_transfer_config is not None:
         yield "a KV connector, which reads the cache before the path is committed; remove it"
+    if vllm_config.ec_transfer_config is not None:
+        yield "an encoder-cache connector, which has not been checked with trees; remove it"
+    if vllm_config.weight_transfer_config is not None:
+        yield "weight transfer, which would change the target under its drafter; remove it"
+    offload = vllm_config.offload_config
+    if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
+        yield "weights kept in CPU memory, not checked with trees; remove the offload options"
     if vllm_config.watermark_config is not None:
         yield "watermarking; remove its configuration"
     if model.enable_sleep_mode:
@@ -96,15 +110,52 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         yield "trace replay or sampling masks; switch them off"
     if model.logits_processors:
         yield "custom logits processors, which may read drafts in row order; remove them"
-    if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
+    if cache.cache_dtype not in ("auto", _name(model.dtype)):
         yield f"KV cache dtype {cache.cache_dtype!r}; use --kv-cache-dtype auto"
     if cache.mamba_cache_mode not in ("none", "align"):
         yield f"mamba cache mode {cache.mamba_cache_mode!r}; use 'align', or 'none' without prefix caching"
+    if set(architectures) & set(SUPPORTED_ARCHITECTURES):
+        yield from _state_reasons(vllm_config)
     if model.quantization is not None and model.quantization not in ("fp8",):
         yield f"quantization {model.quantization!r}; it has not been checked with trees"
     yield from _kernel_reasons(model.hf_text_config)
+    if not current_platform.is_cpu():
+        yield from _backend_reasons(vllm_config.attention_config)
     if current_platform.is_cuda():
         yield from _gpu_reasons(vllm_config)
+
+
+def _state_reasons(vllm_config: VllmConfig) -> Iterator[str]:
+    """A recurrent state that is rounded where it is stored.
+
+    Without speculation that happens once a token, with trees once a step: the tokens would differ.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    window, state = MambaStateDtypeCalculator.gated_delta_net_state_dtype(
+        model.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
+    )
+    if state != torch.float32:
+        yield f"a recurrent state in {_name(state)}; use --mamba-ssm-cache-dtype float32"
+    if window != model.dtype:
+        yield (
+            f"convolution windows in {_name(window)} of a model in {_name(model.dtype)}; use "
+            "--mamba-cache-dtype auto"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _backend_reasons(attention: Any) -> Iterator[str]:
+    """Attention that knows no tree."""
+    backends = [attention.backend, *attention.backend_per_kind.values()]
+    names = ["auto" if backend is None else backend.name for backend in backends]
+    if any(name != "CUSTOM" for name in names):
+        yield (
+            f"attention backend {', '.join(names)}, whose rows see all rows before them; use "
+            "--attention-backend CUSTOM"
+        )
 
 
 def _kernel_reasons(text: Any) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,6 +90,26 @@ def test_what_trees_cannot_serve_is_refused_by_name(part, field, value, named, v
     with pytest.raises(UnsupportedConfigurationError) as refusal:
         check_supported(changed)
     assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize("backend", [None, "FLASH_ATTN"])
+def test_attention_that_knows_no_tree_is_refused_on_a_stand_in_gpu(
+    backend, vllm_config, monkeypatch
+) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from ddtree_vllm.engine import requirements
+
+    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False)
+    monkeypatch.setattr(requirements, "current_platform", gpu)
+    changed = copy.copy(vllm_config)
+    changed.attention_config = copy.copy(vllm_config.attention_config)
+    changed.attention_config.backend = backend and AttentionBackendEnum[backend]
+    with pytest.raises(requirements.UnsupportedConfigurationError) as refusal:
+        requirements.check_supported(changed)
+    assert f"attention backend {backend or 'auto'}" in str(refusal.value)
+    changed.attention_config.backend = AttentionBackendEnum.CUSTOM
+    requirements.check_supported(changed)
 
 
 def test_runner_v1_is_refused(vllm_config, monkeypatch) -> None:
