@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -110,6 +111,11 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         yield "trace replay or sampling masks; switch them off"
     if model.logits_processors:
         yield "custom logits processors, which may read drafts in row order; remove them"
+    if installed := [plugin.name for plugin in entry_points(group="vllm.logits_processors")]:
+        yield (
+            f"logits processors of installed packages ({', '.join(installed)}), which vLLM loads by "
+            "itself; uninstall them"
+        )
     if cache.cache_dtype not in ("auto", _name(model.dtype)):
         yield f"KV cache dtype {cache.cache_dtype!r}; use --kv-cache-dtype auto"
     if cache.mamba_cache_mode not in ("none", "align"):

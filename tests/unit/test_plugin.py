@@ -112,6 +112,19 @@ def test_attention_that_knows_no_tree_is_refused_on_a_stand_in_gpu(
     requirements.check_supported(changed)
 
 
+def test_logits_processors_that_vllm_would_load_by_itself_are_refused(
+    vllm_config, monkeypatch
+) -> None:
+    from ddtree_vllm.engine import requirements
+
+    def installed(group: str) -> list:
+        return [SimpleNamespace(name="bias_words")] if group == "vllm.logits_processors" else []
+
+    monkeypatch.setattr(requirements, "entry_points", installed)
+    with pytest.raises(requirements.UnsupportedConfigurationError, match="bias_words"):
+        requirements.check_supported(vllm_config)
+
+
 def test_runner_v1_is_refused(vllm_config, monkeypatch) -> None:
     from vllm import envs
 
