@@ -14,6 +14,7 @@ from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from ddtree_vllm.engine.prompt_logprobs import TreePromptLogprobsWorker
 from ddtree_vllm.engine.requirements import check_supported
 from ddtree_vllm.engine.speculator import DDTreeSpeculator
 from ddtree_vllm.engine.tree_metrics import FILE_VARIABLE, TreeCounters
@@ -30,6 +31,17 @@ class _TreeRunner:
             first = get_tensor_model_parallel_rank() == 0
             self._counters = TreeCounters(os.environ.get(FILE_VARIABLE) if first else None)
             self._counters.begin(self.speculator.budget, self.speculator.depth)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if self.prompt_logprobs_worker is not None and isinstance(  # type: ignore[has-type]
+            self.speculator, DDTreeSpeculator
+        ):
+            self.prompt_logprobs_worker = TreePromptLogprobsWorker(
+                self.max_num_reqs,  # type: ignore[attr-defined]
+                self.device,  # type: ignore[attr-defined]
+                logprobs_mode=self.model_config.logprobs_mode,  # type: ignore[attr-defined]
+            )
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
         """A prompt of one token that joins a batch of trees is verified as a tree, not prefilled.

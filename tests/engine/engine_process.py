@@ -91,7 +91,8 @@ def serve(llm: Any, requests: list[dict]) -> tuple[list[dict], int]:
     A request: ``prompt`` (token ids), ``params`` (of SamplingParams), ``at_step`` (default 0: at the
     start), ``after`` (index of a request that must have ended first), ``abort_at`` (step),
     ``reset_prefix_cache`` (whether the prefix cache is emptied before it), ``images`` (arguments
-    of ``noise``, one list for each image token of the prompt).
+    of ``noise``, one list for each image token of the prompt), ``as_embeddings`` (whether the prompt
+    is given as its tokens' embeddings), ``priority``.
     """
     engine = llm.llm_engine
     outputs: list[dict] = [
@@ -118,9 +119,11 @@ def serve(llm: Any, requests: list[dict]) -> tuple[list[dict], int]:
                 assert engine.reset_prefix_cache()
             params = sampling_params(request["params"])
             inputs: dict[str, Any] = {"prompt_token_ids": prompt}
+            if request.get("as_embeddings"):
+                inputs = {"prompt_embeds": embeddings(llm)[prompt]}
             if "images" in request:
                 inputs["multi_modal_data"] = {"image": [noise(*n) for n in request["images"]]}
-            engine.add_request(str(i), inputs, params)
+            engine.add_request(str(i), inputs, params, priority=request.get("priority", 0))
         for i, request in enumerate(requests):
             if request.get("abort_at") == step and i not in ended and i not in waiting:
                 engine.abort_request([str(i)])
@@ -143,12 +146,25 @@ def serve(llm: Any, requests: list[dict]) -> tuple[list[dict], int]:
                     {str(t): lp.logprob for t, lp in position.items()}
                     for position in completion.logprobs
                 ]
+            if output.prompt_logprobs:
+                outputs[i]["prompt_logprobs"] = [
+                    position and {str(t): lp.logprob for t, lp in position.items()}
+                    for position in output.prompt_logprobs
+                ]
             if output.finished:
                 outputs[i]["finish_reason"] = completion.finish_reason
                 outputs[i]["stop_reason"] = completion.stop_reason
                 outputs[i]["text"] = completion.text
                 ended.add(i)
     return outputs, step
+
+
+def embeddings(llm: Any) -> Any:
+    """Of every token of the target's vocabulary, as its checkpoint has them."""
+    from safetensors import safe_open
+
+    with safe_open(f"{llm.model_config.model}/model.safetensors", "pt") as weights:
+        return weights.get_tensor("model.embed_tokens.weight")
 
 
 def noise(seed: int, height: int, width: int) -> Any:

@@ -90,11 +90,19 @@ def one_token_prompts() -> Scenario:
         {"presence_penalty": 1.2},
         {"temperature": 1.0, "seed": 5},
         {"logprobs": 2},
+        {"prompt_logprobs": 1},
     ]
     for i, params in enumerate(options * 2):
         [prompt] = random_prompts(rng, [1], VOCAB)
         requests.append(request(prompt, 6, at_step=12 + i, params=params))
-    small = {"max_num_seqs": 4, "num_gpu_blocks_override": 40}
+    # A last token that comes alone, as the third chunk of a prompt.
+    for i, prompt in enumerate(random_prompts(rng, [41, 41], VOCAB)):
+        requests.append(request(prompt, 6, at_step=14 + 8 * i, params={"prompt_logprobs": 1}))
+    small = {
+        "max_num_seqs": 4,
+        "num_gpu_blocks_override": 40,
+        "long_prefill_token_threshold": 20,
+    }
     return Scenario(requests, budget=15, engine=small)
 
 
