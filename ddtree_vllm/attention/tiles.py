@@ -9,7 +9,7 @@ import torch
 import triton
 
 # Splitting the keys further than this costs more in the merge than it gains in parallelism.
-_MAX_SPLITS = 32
+MAX_SPLITS = 32
 # Fewest keys worth a program of their own.
 _MIN_KEYS_PER_SPLIT = 256
 
@@ -89,7 +89,7 @@ def choose_num_splits(num_programs: int, max_keys: int, device: torch.device) ->
     processors = _multiprocessors(device)
     if num_programs >= processors:
         return 1
-    most = min(_MAX_SPLITS, max_keys // _MIN_KEYS_PER_SPLIT)
+    most = min(MAX_SPLITS, max_keys // _MIN_KEYS_PER_SPLIT)
     fullness = []
     for splits in range(1, most + 1):
         waves = num_programs * splits / processors

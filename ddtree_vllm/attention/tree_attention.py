@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ddtree_vllm.attention.tiles import (
+    MAX_SPLITS,
     Tiles,
     choose_num_splits,
     choose_suffix_tiles,
@@ -109,7 +110,16 @@ def _attend_tile(
     return acc, new_max, row_sum
 
 
-@triton.jit(do_not_specialize=["num_splits", "max_rows"])
+# What follows from the size of a batch is not specialised: it would compile a kernel for some sizes.
+@triton.jit(
+    do_not_specialize=[
+        "num_splits",
+        "max_rows",
+        "stride_lse_split",
+        "stride_lse_head",
+        "stride_prefix_lse_head",
+    ]
+)
 def _tree_attention_kernel(
     q_ptr,  # [T, Hq, D]
     key_cache_ptr,  # [blocks, BLOCK_SIZE, Hkv, D]
@@ -397,7 +407,7 @@ def _tree_attention_kernel(
         tl.store(lse_ptr + head * stride_lse_head + out_row, lse, mask=row_exists)
 
 
-@triton.jit(do_not_specialize=["num_splits", "max_rows"])
+@triton.jit(do_not_specialize=["num_splits", "max_rows", "stride_lse_split", "stride_lse_head"])
 def _merge_splits_kernel(
     parts_ptr,  # float32 [splits, R * max_rows, Hq, D]
     parts_lse_ptr,  # float32 [splits, Hq, R * max_rows]
@@ -603,7 +613,7 @@ def tree_attention(
             HEAD_DIM=head_dim,
             TREES_ONLY=trees_only,
             UPCAST=_upcast(q),
-            BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+            BLOCK_SPLITS=max(MAX_SPLITS, triton.next_power_of_2(num_splits)),
             BLOCK_G=triton.next_power_of_2(group),
         )
     return out

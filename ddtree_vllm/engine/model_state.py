@@ -26,7 +26,7 @@ from ddtree_vllm.attention.metadata import TREE_ATTRIBUTE
 from ddtree_vllm.cache.compact import KVCacheTable, compact_accepted_kv
 from ddtree_vllm.config import DDTreeConfig
 from ddtree_vllm.engine.positions import to_depth_positions
-from ddtree_vllm.engine.rows import max_tree_rows
+from ddtree_vllm.engine.rows import draft_counts, max_tree_rows
 from ddtree_vllm.engine.step import TreeStep
 from ddtree_vllm.engine.tree_sampler import TreeRejectionSampler
 from ddtree_vllm.gdn.layer import TreeVerification, allocate_stash
@@ -52,6 +52,8 @@ class DDTreeModelState(MambaHybridModelState):
         self.ddtree_config = DDTreeConfig.from_additional_config(vllm_config.additional_config)
         self.budget = vllm_config.num_speculative_tokens
         self.tree = DraftTree.allocate(self.max_num_reqs, self.budget, device, self.tree_depth)
+        # Rows that a tree request can have, unless vLLM cuts its drafts: what kernels are compiled for.
+        self.row_counts = [0, 1, *(drafts + 1 for drafts in draft_counts(vllm_config) if drafts)]
         self.tree_positions = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
         # 1 where a request's trees must stay a chain because its logits depend on the drafts before
         # a row in the order of rows (penalties, bad words, grammar): on a chain that order is the path.
@@ -150,6 +152,10 @@ class DDTreeModelState(MambaHybridModelState):
             # Stand-in requests may be as long as a batch; those of a budget below the largest bring
             # fewer rows, and their graph gets smaller tiles.
             max_rows = min(max_rows, self.budget + 1)
+        else:
+            # An upper bound. Cut drafts (at the end of the context) must not ask for kernels of
+            # other tiles than those that were compiled before the server was ready.
+            max_rows = min(n for n in self.row_counts if n >= max_rows)
         if cudagraph_mode == CUDAGraphMode.FULL:
             max_rows = max(max_rows, input_batch.num_tokens_after_padding // num_reqs_padded)
         step.plan(

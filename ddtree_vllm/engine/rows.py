@@ -7,6 +7,17 @@ from vllm.config import VllmConfig
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 
+def draft_counts(vllm_config: VllmConfig) -> list[int]:
+    """How many drafts a tree request can be given, ascending: the budget, or those per batch size."""
+    budget = vllm_config.num_speculative_tokens
+    schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+    if not schedule:
+        return [budget]
+    most = vllm_config.scheduler_config.max_num_seqs
+    budgets = build_dynamic_sd_schedule_lookup(schedule, most, budget)
+    return sorted({budget, *budgets[1 : most + 1]})
+
+
 def max_tree_rows(vllm_config: VllmConfig) -> int:
     """The most tree rows one step can hold: what the stash of the recurrent layers is sized by.
 

@@ -127,7 +127,7 @@ class TreeStep:
             HAS_STATE=self.num_state_groups > 0,
             PATH_WIDTH=self.budget + 1,
             BLOCK_PATH=triton.next_power_of_2(self.budget + 1),
-            BLOCK_REQS=triton.next_power_of_2(num_reqs_padded),
+            BLOCK_REQS=triton.next_power_of_2(self.slots.shape[0]),
             num_warps=1,
         )
 
@@ -173,7 +173,8 @@ def _signed(address: int) -> int:
     return address - (1 << 64) if address >= 1 << 63 else address
 
 
-@triton.jit
+# Not specialised, nor sized by the step: a batch of another size must not compile another kernel.
+@triton.jit(do_not_specialize=["num_reqs"])
 def _plan_kernel(
     idx_mapping_ptr,  # [num_reqs] int64
     query_start_loc_ptr,  # [num_reqs_padded + 1] int32

@@ -7,7 +7,9 @@ from unittest import mock
 
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
 
+from ddtree_vllm.config import uses_trees
 from ddtree_vllm.engine.requirements import check_supported
 
 
@@ -22,6 +24,14 @@ class DDTreeWorker(Worker):
         from ddtree_vllm.engine.model_runner import DDTreeModelRunner
 
         return DDTreeModelRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        # Where vLLM's own warm-up is off (--enforce-eager), so is ours.
+        if uses_trees(self.vllm_config) and self.vllm_config.kernel_config.enable_jit_warmup:
+            from ddtree_vllm.engine.warm_up import warm_up_mixed_batches
+
+            warm_up_mixed_batches(self.model_runner, self.execute_model, self.sample_tokens)
+        return super().compile_or_warm_up_model()
 
 
 def _cpu_worker_class() -> type:

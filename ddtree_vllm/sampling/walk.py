@@ -59,7 +59,7 @@ class WalkOutput:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_outputs"])
 def _walk_kernel(
     tokens_ptr,  # int64 [S, N]
     parents_ptr,  # int32 [S, N+1]

@@ -34,7 +34,7 @@ from ddtree_vllm.tree.policies import BestFirst, TreePolicy, check_budget, make_
 # rank. A budget of 127 bounds the last three by 127 and the place by 128.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def _best_first_kernel(
     log_probs_ptr,  # [R, L, K]
     log_probs_stride_r,
@@ -141,7 +141,7 @@ def _best_first_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def _fixed_shape_kernel(
     shape_parents_ptr,  # [n], local rows
     shape_depths_ptr,  # [n]

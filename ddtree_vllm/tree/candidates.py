@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _chunk_candidates_kernel(
     logits_ptr,  # [M, V]
     logits_stride,
@@ -73,7 +73,7 @@ def _chunk_candidates_kernel(
         tl.store(keys_ptr + (row.to(tl.int64) * num_chunks + chunk) * K + rank, best, mask=in_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _merge_candidates_kernel(
     keys_ptr,  # int64 [M, chunks, K]
     max_ptr,  # float32 [M, chunks]

@@ -12,6 +12,7 @@ import gc
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -30,11 +31,17 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
 
     if job["engine"].get("async_scheduling"):
         _allow_async_scheduling_on_cpu()
+    driver = load_driver(*job["driver"]) if job["driver"] else None
     started = time.monotonic()
     llm = LLM(**job["engine"])
     loaded = time.monotonic()
     try:
-        outputs, steps = serve(llm, job["requests"])
+        outputs: list[dict] = []
+        steps, found = 0, None
+        if driver is not None:
+            found = driver(llm, **job["arguments"])
+        else:
+            outputs, steps = serve(llm, job["requests"])
         digests = llm.collective_rpc(digest_of_trees) if job["compare_ranks"] else []
         counters = {
             m.name: m.value
@@ -55,7 +62,21 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         "counters": counters,
         "load_s": loaded - started,
         "run_s": time.monotonic() - loaded,
+        "found": found,
     }
+
+
+def load_driver(file: str, function: str) -> Any:
+    """A function of a test's own file. What it sends to workers travels by value."""
+    import importlib
+
+    import cloudpickle
+
+    path = Path(file)
+    sys.path.insert(0, str(path.parent))
+    module = importlib.import_module(path.stem)
+    cloudpickle.register_pickle_by_value(module)
+    return getattr(module, function)
 
 
 def digest_of_trees(worker: Any) -> str:

@@ -30,7 +30,9 @@ DEVICE_OPTIONS: dict[str, Any] = (
         "attention_backend": "CUSTOM",
         "dtype": "bfloat16",
         "gdn_prefill_backend": "triton",
-        "gpu_memory_utilization": 0.3,
+        # Small, so that engines of several tests fit on one GPU.
+        "gpu_memory_utilization": 0.08,
+        "kv_cache_memory_bytes": 2 << 30,
     }
 )
 
@@ -39,16 +41,21 @@ DEVICE_OPTIONS: dict[str, Any] = (
 class Job:
     """One engine and what it is asked. ``budget`` None: no speculation.
 
-    ``compare_ranks`` brings a digest of the draft trees of every rank at the end.
+    ``compare_ranks`` brings a digest of the draft trees of every rank at the end. ``driver`` is a
+    file and the name of a function in it, which is called with the LLM and ``arguments`` in the
+    engine's process, in place of serving ``requests``; what it returns is ``Result.found``.
     """
 
-    requests: list[dict[str, Any]]
+    requests: list[dict[str, Any]] = field(default_factory=list)
     budget: int | None = None
     policy: str = "ddtree"
     static_tree: list[list[int]] | None = None
     speculative: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     compare_ranks: bool = False
+    driver: tuple[Path, str] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
     def spec(self, target: Path, drafter: Path) -> dict[str, Any]:
         engine: dict[str, Any] = {
@@ -73,6 +80,9 @@ class Job:
             "engine": engine | self.engine,
             "requests": self.requests,
             "compare_ranks": self.compare_ranks,
+            "driver": None if self.driver is None else [str(self.driver[0]), self.driver[1]],
+            "arguments": self.arguments,
+            "environment": self.environment,
         }
 
 
@@ -84,6 +94,7 @@ class Result:
     counters: dict[str, float]
     load_s: float
     run_s: float
+    found: Any = None
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -97,21 +108,30 @@ class Result:
 
 
 def run(
-    pair: tuple[Path, Path], jobs: list[Job], timeout_s: int = ENGINE_TIMEOUT_S
+    pair: tuple[Path, Path],
+    jobs: list[Job],
+    timeout_s: int = ENGINE_TIMEOUT_S,
+    processes: int | None = None,
 ) -> list[Result]:
-    """Run the jobs in fresh processes, on a CPU two side by side; a failing one shows its log."""
-    workers = min(len(jobs), os.cpu_count() or 1, 2) if ON_CPU else 1
+    """Run the jobs in fresh processes side by side; a failing one shows its log.
+
+    ``processes``: how many, by default one for every job on a GPU, whose engines are small, and two
+    on a CPU. Jobs that share one run one after another, with one environment.
+    """
+    if processes is None:
+        processes = min(os.cpu_count() or 1, 2) if ON_CPU else 8
+    workers = min(len(jobs), processes)
     with tempfile.TemporaryDirectory() as directory:
-        processes = [
+        running = [
             _EngineProcess(
                 Path(directory), number, [job.spec(*pair) for job in jobs[number::workers]]
             )
             for number in range(workers)
         ]
         try:
-            shares = [process.results(timeout_s) for process in processes]
+            shares = [process.results(timeout_s) for process in running]
         finally:
-            for process in processes:
+            for process in running:
                 process.end()
     return [shares[i % workers][i // workers] for i in range(len(jobs))]
 
@@ -123,11 +143,12 @@ class _EngineProcess:
             directory / f"results-{number}.json",
         )
         self._log = directory / f"log-{number}"
+        assert all(spec["environment"] == specs[0]["environment"] for spec in specs)
         jobs.write_text(json.dumps(specs))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(ENGINE_PROCESS), str(jobs), str(self._results)],
-                env=engine_environment(),
+                env=engine_environment() | specs[0]["environment"],
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
