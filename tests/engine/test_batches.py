@@ -229,8 +229,18 @@ def test_every_prompt_length_of_a_block_and_more(runs, scenarios) -> None:
 
 
 def test_a_prompt_of_one_token_joins_running_trees(runs, scenarios) -> None:
-    """Its state starts from zeros, and no padding of it gets into the state."""
-    assert_equal(runs["one-token prompts"], scenarios["one-token prompts"].requests)
+    """Its state starts from zeros, and no padding of it gets into the state or among its scores."""
+    requests = scenarios["one-token prompts"].requests
+    without, trees = assert_equal(runs["one-token prompts"], requests)
+    for asked, plain, tree in zip(requests, without.outputs, trees.outputs, strict=True):
+        if "prompt_logprobs" not in asked["params"]:
+            continue
+        assert len(tree["prompt_logprobs"]) == len(asked["prompt"])
+        assert tree["prompt_logprobs"][0] is None
+        for expected, got in zip(
+            plain["prompt_logprobs"][1:], tree["prompt_logprobs"][1:], strict=True
+        ):
+            assert got == pytest.approx(expected, abs=2e-4)
 
 
 def test_max_model_len_reached_inside_a_tree(runs, scenarios, compatibility) -> None:
