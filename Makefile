@@ -7,6 +7,8 @@ PY := .venv/bin/python
 SMOKE_TARGET ?= local
 # How many test files at a time: an engine of the suite takes about one core and 2 GB.
 TEST_JOBS ?= 2
+# The same on a GPU, whose engines are small and mostly wait for one core.
+GPU_TEST_JOBS ?= 4
 # Which image `make image` builds: cpu or gpu.
 IMAGE ?= cpu
 
@@ -59,7 +61,7 @@ test-images: setup ansible ## build the image, deploy it to real hosts with Dock
 .PHONY: test-gpu
 test-gpu: setup ## the kernels against float64 and the engine with CUDA graphs, on a machine with an NVIDIA GPU
 	@nvidia-smi -L >/dev/null || { echo "make test-gpu needs an NVIDIA GPU; make test runs without one" >&2; exit 1; }
-	@$(PY) -m pytest tests/gpu tests/unit -k 'gpu or gdn or attention or tree or walk or cache or candidates or step' $(ARGS)
+	@$(PY) -m pytest -n $(GPU_TEST_JOBS) --dist loadfile --no-loadscope-reorder tests/gpu tests/unit -k 'gpu or gdn or attention or tree or walk or cache or candidates or step' $(ARGS)
 
 BENCHMARK ?= $(shell date +%Y-%m-%d)-$(shell git rev-parse --short HEAD)
 .PHONY: bench-gpu
