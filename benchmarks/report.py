@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts a run's files together: one JSON with provenance and ratios, and the plots.
 
-    python benchmarks/report.py --steps FILE.json --kernels FILE.json --name 2026-11-29-h200 \
-        --provenance FILE.json
+    python benchmarks/report.py --steps FILE.json --kernels FILE.json --acceptance FILE.json \
+        --provenance FILE.json --name 2026-11-29-h200
 
+--acceptance alone makes NAME-acceptance.json, .md and .png, and so does it beside the others.
 Needs matplotlib (constraints/bench.txt). Missing figures stay out of `ratios`; nothing is guessed.
 """
 
@@ -106,6 +107,75 @@ def tokens_per_second(steps: dict[str, Any]) -> dict[str, dict[str, float]]:
     return table
 
 
+def acceptance_page(acceptance: dict[str, Any]) -> str:
+    """Tokens per step as Markdown: a table for each context, a row for each temperature."""
+    found = {n: cells for n, cells in acceptance["tokens_per_step"].items() if "error" not in cells}
+    lines = [
+        "# Acceptance of the demo pair",
+        "",
+        "Tokens per step in the engine, the bonus token included. Prompts are held out from training: "
+        f"`mixed` is half source, half chat, a number is that many tokens of source; at most "
+        f"{acceptance['new_tokens']} new tokens each, {acceptance['batch']} requests at a time.",
+        "",
+    ]
+    for context, prompts in acceptance["prompts"].items():
+        lines += [
+            f"| {context}, {prompts} prompts: temperature | {' | '.join(found)} |",
+            "| --- |" + " --- |" * len(found),
+        ]
+        for temperature in acceptance["temperatures"]:
+            cell = f"{context}:{temperature:g}"
+            figures = (f"{cells[cell]['tokens_per_step']:.2f}" for cells in found.values())
+            lines.append(f"| {temperature:g} | {' | '.join(figures)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def acceptance_plot(acceptance: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = {n: cells for n, cells in acceptance["tokens_per_step"].items() if "error" not in cells}
+    contexts, temperatures = list(acceptance["prompts"]), acceptance["temperatures"]
+    trees = {int(n.removeprefix("tree")): n for n in found if n.startswith("tree")}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    for i, temperature in enumerate(temperatures):
+        cell = f"{contexts[0]}:{temperature:g}"
+        points = [(b, found[n][cell]["tokens_per_step"]) for b, n in sorted(trees.items())]
+        if points:
+            left.plot(
+                *zip(*points, strict=True), f"C{i}o-", label=f"tree, temperature {temperature:g}"
+            )
+        if "chain15" in found:
+            height = found["chain15"][cell]["tokens_per_step"]
+            left.plot([15], [height], f"C{i}x", label=f"chain of 15, temperature {temperature:g}")
+    left.set_xscale("log", base=2)
+    left.set_xlabel("nodes")
+    left.set_title(f"tokens per step, prompts {contexts[0]}")
+    for name, cells in found.items():
+        heights = [cells[f"{c}:{temperatures[0]:g}"]["tokens_per_step"] for c in contexts]
+        right.plot(contexts, heights, marker="o", label=name)
+    right.set_xlabel("tokens of the prompt")
+    right.set_title(f"tokens per step, temperature {temperatures[0]:g}")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def report_acceptance(acceptance: dict[str, Any], provenance: dict[str, Any], stem: Path) -> None:
+    stem = stem.with_name(stem.name + "-acceptance")
+    stem.with_suffix(".json").write_text(json.dumps(provenance | acceptance, indent=1) + "\n")
+    acceptance_plot(acceptance, stem.with_suffix(".png"))
+    page = acceptance_page(acceptance)
+    where = ", ".join(f"{k} {v}" for k, v in provenance.items() if isinstance(v, str))
+    stem.with_suffix(".md").write_text(f"{page}\n![acceptance]({stem.name}.png)\n\n{where}\n")
+    print(page)
+
+
 def plots(steps: dict[str, Any], kernels: dict[str, Any], stem: Path) -> None:
     import matplotlib
 
@@ -168,12 +238,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=Path, required=True)
-    parser.add_argument("--kernels", type=Path, required=True)
+    parser.add_argument("--steps", type=Path)
+    parser.add_argument("--kernels", type=Path)
+    parser.add_argument("--acceptance", type=Path)
     parser.add_argument("--provenance", type=Path, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--directory", type=Path, default=Path("docs/benchmarks"))
     args = parser.parse_args()
+    provenance = json.loads(args.provenance.read_text())
+    stem = args.directory / args.name
+    if args.acceptance:
+        report_acceptance(json.loads(args.acceptance.read_text()), provenance, stem)
+    if not (args.steps and args.kernels):
+        if not args.acceptance or args.steps or args.kernels:
+            parser.error("give --steps and --kernels, or --acceptance, or all three")
+        return
     steps, kernels = json.loads(args.steps.read_text()), json.loads(args.kernels.read_text())
     for result in steps.values():
         for profile in result["profiles"].values():
@@ -181,7 +260,7 @@ def main() -> None:
                 profile["categories_ms"] = categories(profile["kernels"])
                 profile["kernels"] = [row for row in profile["kernels"] if row[1] >= 20]
     report = {
-        **json.loads(args.provenance.read_text()),
+        **provenance,
         "ratios": ratios(steps, kernels),
         "tokens_per_second": tokens_per_second(steps),
         "acceptance": ACCEPTANCE,
@@ -193,7 +272,6 @@ def main() -> None:
         "steps": steps,
         "kernels": kernels,
     }
-    stem = args.directory / args.name
     stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     plots(steps, kernels, stem)
     print(

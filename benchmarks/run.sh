@@ -9,6 +9,15 @@ python=${PYTHON:-.venv/bin/python}
 out=build/benchmarks
 mkdir -p "$out"
 
+# Held-out prompts, from the library of the Python that the demo pair was trained on, unless they are
+# there already (benchmarks/acceptance.py says how they get to a machine without it).
+if [[ ! -f $out/acceptance-prompts.json && ! -f build/demo-pair/tokens.safetensors ]]; then
+  "$python" tools/build_corpus.py
+  "$python" tools/train_demo_pair.py prepare
+fi
+"$python" benchmarks/acceptance.py --logs "$out" --prompts "$out/acceptance-prompts.json" \
+  --out "$out/acceptance.json"
+
 cells=(--cells "1000:1,2,4,8,16" "8000:1,4" "32000:1,2" --profile "1000:1,4" --max-num-seqs 16)
 # Two rounds, since all contestants do not fit on one GPU; vLLM's chain plays in both.
 first="vllm-chain15,tree63,chain15,tree15"
@@ -42,4 +51,5 @@ commit = subprocess.run(
 }))
 PYTHON
 "$python" benchmarks/report.py --steps "$out/steps.json" --kernels "$out/kernels.json" \
+  --acceptance "$out/acceptance.json" \
   --provenance "$out/provenance.json" --name "$name"
