@@ -33,7 +33,12 @@ NEW_TOKENS = 128
 def held_out(args: argparse.Namespace) -> dict[str, list[list[int]]]:
     """Prompts by context, from `args.prompts` where that file exists, else made and written there."""
     if args.prompts.is_file():
-        return json.loads(args.prompts.read_text())
+        kept = json.loads(args.prompts.read_text())
+        if {context: len(group) for context, group in kept.items()} != dict.fromkeys(
+            args.contexts, args.count
+        ):
+            sys.exit(f"{args.prompts} holds other prompts than these options ask for; remove it")
+        return kept
     tokenizer = args.work / "tokenizer.json"
     if not tokenizer.is_file():
         sys.exit(f"{args.work} is not there; make it with {PREPARE}, or give --prompts FILE")
