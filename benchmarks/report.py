@@ -33,7 +33,7 @@ MEMORY_UTILISATION = 0.92
 CATEGORIES = (
     ("matrix products", ("nvjet", "gemm", "splitKreduce", "cutlass_80", "ll_bf16")),
     ("attention", ("flash", "tree_attention", "merge_splits", "reshape_and_cache")),
-    ("Gated DeltaNet", ("_verify_kernel", "fused_sigmoid_gating", "fused_gdn", "conv", "_commit")),
+    ("Gated DeltaNet", ("_verify_", "fused_sigmoid_gating", "fused_gdn", "conv", "_commit")),
     ("sampling, drafting, trees", ("gumbel", "candidates", "best_first", "walk", "linearise",
                                    "compact", "top_k", "argmax", "sampl", "reject", "_plan")),
     ("norms, gates, copies", ("",)),

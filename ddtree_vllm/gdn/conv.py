@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ddtree_vllm.gdn.launch import interpreting
+from ddtree_vllm.gdn.launch import interpreting, overlapping
 from ddtree_vllm.gdn.rows import TreeRows
 from ddtree_vllm.gdn.stash import Stash
 
@@ -89,6 +89,7 @@ def tree_causal_conv(
         SAME_TYPE=x.dtype == conv_state.dtype,
         BLOCK_ROWS=block_rows,
         BLOCK_CHANNELS=block_channels,
+        OVERLAP=overlapping(),
         num_warps=4,
     )
 
@@ -209,7 +210,11 @@ def _tree_conv_kernel(
     SAME_TYPE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        # Verification comes next; it waits for the end of this before it reads anything.
+        tl.extra.cuda.gdc_launch_dependents()
     req = tl.program_id(2)
     slot = tl.load(slots_ptr + req).to(tl.int64)
     state_slot = tl.load(state_slots_ptr + req).to(tl.int64)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,15 @@ ROW_TILE = 64
 def interpreting() -> bool:
     """Whether Triton's interpreter runs the kernels: a few large programs are then the fastest."""
     return bool(triton.knobs.runtime.interpret)
+
+
+@functools.cache
+def overlapping() -> bool:
+    """Whether a kernel may start while the one before it still runs, and wait where it needs it.
+
+    Programmatic dependent launch, from compute capability 9.0 on.
+    """
+    return not interpreting() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def default_precision() -> str:

@@ -7,7 +7,8 @@ the outputs. The second takes a slice of the value dimension besides: it reads t
 solves by a product, writes no state, and leaves in the stash what the commit needs to advance it
 along whichever path wins. `reference.run_tree_closed_form` has the formulas.
 
-In one launch every value slice would invert the system anew, which took longer than all the rest.
+In one launch every value slice would invert the system anew, which took longer than all the rest. On
+a GPU that can, the second kernel reads the state while the first one still runs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ddtree_vllm.gdn.launch import (
     default_precision,
     factor_split,
     native_bf16,
+    overlapping,
     row_tiles,
     value_split,
 )
@@ -92,8 +94,11 @@ def verify_tree(
         "HEADS": factor.heads,
         "PRECISION": precision or default_precision(),
         "BF16": native_bf16(qkv.dtype),
+        "OVERLAP": overlapping(),
     }
-    _factor_kernel[head_programs, rows.num_reqs, factor.pairs](
+    if overlapping():
+        shape["launch_pdl"] = True
+    _verify_factor_kernel[head_programs, rows.num_reqs, factor.pairs](
         qkv,
         qkv.stride(0),
         a,
@@ -114,7 +119,7 @@ def verify_tree(
         num_warps=factor.num_warps,
         **shape,
     )
-    _apply_kernel[head_programs * (head_v_dim // split.block_v), rows.num_reqs](
+    _verify_apply_kernel[head_programs * (head_v_dim // split.block_v), rows.num_reqs](
         qkv,
         qkv.stride(0),
         b,
@@ -226,7 +231,7 @@ def _tile_decay(
 
 
 @triton.jit
-def _factor_kernel(
+def _verify_factor_kernel(
     qkv_ptr,  # [T, 2 HK K + HV V]
     qkv_stride,
     a_ptr,  # [T, HV]
@@ -256,6 +261,7 @@ def _factor_kernel(
     HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
     BF16: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Factors of one pair of row tiles: two of n x n, n = HEADS * BLOCK_ROWS.
 
@@ -265,6 +271,10 @@ def _factor_kernel(
     into outputs. Both take updates that carry 1 / |k|, but for N. Leaves k and the log-decays in
     the stash.
     """
+    if OVERLAP:
+        # In this order: the second kernel reads what the convolution wrote without waiting for it.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     req = tl.program_id(1)
     pair = tl.program_id(2)
     slot = tl.load(slots_ptr + req).to(tl.int64)
@@ -442,6 +452,7 @@ def _apply_tile(
     HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
     BF16: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Writes a tile's outputs and updates; returns the updates [n, BLOCK_V], which carry 1 / |k|."""
     n: tl.constexpr = row.shape[0]
@@ -486,6 +497,9 @@ def _apply_tile(
             else:
                 ks = tl.dot(k_here, s, ks, input_precision=PRECISION)
                 qs = tl.dot(q_here, s, qs, input_precision=PRECISION)
+    if OVERLAP and TILE == 0:
+        # Up to here nothing came from the first kernel.
+        tl.extra.cuda.gdc_wait()
     k_unit = tl.rsqrt(k_square + 1e-6)
     decay = tl.load(stash_decay_ptr + (stash_row * HV + head), mask=valid, other=0.0)
     growth = tl.exp(decay.to(tl.float32))
@@ -514,7 +528,7 @@ def _apply_tile(
 
 
 @triton.jit
-def _apply_kernel(
+def _verify_apply_kernel(
     qkv_ptr,  # [T, 2 HK K + HV V]
     qkv_stride,
     b_ptr,  # [T, HV]
@@ -544,6 +558,7 @@ def _apply_kernel(
     HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
     BF16: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Updates and outputs of a request's rows for a slice of the value dimension."""
     req = tl.program_id(1)
@@ -609,6 +624,7 @@ def _apply_kernel(
         HEADS,
         PRECISION,
         BF16,
+        OVERLAP,
     )
     if TWO_TILES:  # noqa: SIM102 (the outer one is known when the kernel is compiled)
         if num_rows > BLOCK_ROWS:
@@ -642,4 +658,5 @@ def _apply_kernel(
                 HEADS,
                 PRECISION,
                 BF16,
+                OVERLAP,
             )

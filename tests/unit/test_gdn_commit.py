@@ -325,7 +325,7 @@ def test_regimes_cover_both_ends(rng, device):
         x = step.projections(0)
         decays[regime], betas[regime] = float(x.g.exp().mean()), float(x.beta.mean())
     assert decays["slow decay, beta near 1"] > 0.999
-    assert decays["fast decay, beta near 1"] < 0.001
+    assert decays["fast decay, beta near 1"] < 0.01
     assert betas["slow decay, beta near 1"] > 0.99
     assert betas["fast decay, beta near 0"] < 0.01
     assert np.isfinite(list(decays.values())).all()
