@@ -9,6 +9,8 @@ SMOKE_TARGET ?= local
 TEST_JOBS ?= 2
 # The same on a GPU, whose engines are small and mostly wait for one core.
 GPU_TEST_JOBS ?= 4
+# What `make test-hosts` runs of the suite on hosts.
+HOST_TESTS ?= tests/hosts
 # Which image `make image` builds: cpu or gpu.
 IMAGE ?= cpu
 
@@ -34,7 +36,7 @@ test-slow: setup ## everything, the slow tests too
 
 .PHONY: test-hosts
 test-hosts: setup ansible ## roles and service on real systemd hosts (root; says which packages it needs)
-	@$(PY) -m pytest tests/hosts --hosts $(ARGS)
+	@$(PY) -m pytest $(HOST_TESTS) --hosts $(ARGS)
 
 .PHONY: ansible
 ansible: ## make .venv-ansible, the controller (ANSIBLE_PYTHON=python3.12 chooses the interpreter)
