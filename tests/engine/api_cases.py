@@ -31,8 +31,10 @@ class Case:
         stream: whether it is sent streamed too.
         holds: pattern at the start of what is said, where a constraint says so: one that nobody applies
             would give the same answer twice.
+        calls: how many of the tool ``add`` the parser must find.
         refused: where vLLM refuses the feature under speculation, a word of the sentence; the
             server without speculation then serves it.
+        unserved: where vLLM refuses it without speculation too, a word of the sentence.
     """
 
     feature: str
@@ -41,6 +43,8 @@ class Case:
     stream: bool = False
     refused: str | None = None
     holds: str | None = None
+    calls: int = 0
+    unserved: str | None = None
     number: int = field(default=0, compare=False)
 
     @property
@@ -48,7 +52,7 @@ class Case:
         return f"{self.feature} {self.number}"
 
 
-def cases() -> list[Case]:
+def cases(tool_parser: str = "qwen3_coder") -> list[Case]:
     """All cases. The first of a feature, number 1, is what the fast suite sends."""
     found = [
         *_sampling(),
@@ -57,7 +61,7 @@ def cases() -> list[Case]:
         *_prompts(),
         *_constrained(),
         *_chat(),
-        *_tools(),
+        *_tools(tool_parser),
         *_other_endpoints(),
     ]
     counts: Counter[str] = Counter()
@@ -69,7 +73,7 @@ def cases() -> list[Case]:
 
 def completion(feature: str, number: int = 0, *, stream: bool = False, **body: Any) -> Case:
     """A completion of one of the smoke test's prompts; greedy unless the body says otherwise."""
-    refused = body.pop("refused", None)
+    refused, unserved = body.pop("refused", None), body.pop("unserved", None)
     defaults = {"prompt": PROMPTS[number], "max_tokens": TOKENS, "temperature": 0}
     return Case(
         feature,
@@ -77,19 +81,23 @@ def completion(feature: str, number: int = 0, *, stream: bool = False, **body: A
         {**defaults, "return_token_ids": True, **body},
         stream,
         refused,
+        unserved=unserved,
     )
 
 
 def chat(feature: str, text: str, *, stream: bool = False, **body: Any) -> Case:
     """A chat of one user turn; greedy, without thinking unless the body says otherwise."""
     refused, holds = body.pop("refused", None), body.pop("holds", None)
+    calls = body.pop("calls", 0)
     defaults = {
         "messages": [{"role": "user", "content": text}],
         "max_tokens": TOKENS,
         "temperature": 0,
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    return Case(feature, "/v1/chat/completions", {**defaults, **body}, stream, refused, holds)
+    return Case(
+        feature, "/v1/chat/completions", {**defaults, **body}, stream, refused, holds, calls
+    )
 
 
 def _sampling() -> list[Case]:
@@ -116,7 +124,8 @@ def _sampling() -> list[Case]:
         sampled("allowed_token_ids", 5, allowed_token_ids=list(range(5, 600))),
         completion("logit_bias", 0, logit_bias={"300": 5.0}, refused="logit_bias"),
         completion("min_p", 0, temperature=1.0, seed=3, min_p=0.1, refused="min_p"),
-        completion("beam search", 0, use_beam_search=True, n=2, max_tokens=4),
+        completion("beam search", 0, use_beam_search=True, n=2, max_tokens=4, length_penalty=0.6),
+        completion("beam search", 1, use_beam_search=True, n=3, max_tokens=5, stop=["("]),
     ]
 
 
@@ -140,6 +149,8 @@ def _ends() -> list[Case]:
         completion("ignore_eos", 3, ignore_eos=True, max_tokens=24),
         *(completion("max_tokens inside a path", 0, max_tokens=n) for n in (6, 1, 2, 3, 5, 8, 11)),
         completion("max_tokens inside a path", 1, max_tokens=7, stream=True),
+        completion("stream_interval", 1, stream=True, stream_interval=4, max_tokens=14),
+        completion("stream_interval", 2, stream=True, stream_interval=3, stop="self", logprobs=1),
         completion(
             "repetition_detection",
             3,
@@ -162,6 +173,7 @@ def _scores() -> list[Case]:
         completion("prompt_logprobs", 4, prompt_logprobs=0, logprobs=2),
         chat("prompt_logprobs", "import sys", prompt_logprobs=1),
         completion("return_tokens_as_token_ids", 6, logprobs=1, return_tokens_as_token_ids=True),
+        chat("logprob_token_ids", "import io", logprob_token_ids=[44, 300], logprobs=True),
         completion("logprob_token_ids", 1, logprob_token_ids=[44, 300], logprobs=2, stream=True),
     ]
 
@@ -176,12 +188,29 @@ def _prompts() -> list[Case]:
         completion("several prompts", prompt=list(PROMPTS[2:4]), n=2, temperature=0.8, seed=5),
         completion("token ids as prompt", prompt=[282, 300, 40, 500, 12, 600]),
         completion("token ids as prompt", prompt=[[7], [282, 300, 40], [900, 2, 4, 6]]),
-        completion("truncate_prompt_tokens", 1, truncate_prompt_tokens=16),
+        *(
+            completion("truncate_prompt_tokens", 1, truncate_prompt_tokens=16, truncation_side=side)
+            for side in ("left", "right")
+        ),
         completion("cache_salt", 1, cache_salt="one client's own"),
+        completion(
+            "skip_special_tokens",
+            3,
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
+            allowed_token_ids=list(range(2030, 2048)),
+            ignore_eos=True,
+        ),
         completion("skip_special_tokens", 3, skip_special_tokens=False, max_tokens=24),
+        completion("suffix", 0, suffix="    return item", unserved="suffix"),
+        # Split between tokens: a character of several bytes comes in parts.
+        completion("token ids as prompt", prompt=[230, 151], allowed_token_ids=BYTES, stream=True),
+        completion("echo", prompt="naïve ∑ 🦙 “x”", echo=True, logprobs=1, stream=True),
     ]
 
 
+# Of bytes that are no characters by themselves.
+BYTES = list(range(130, 256))
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -304,6 +333,11 @@ def _chat() -> list[Case]:
             add_generation_prompt=False,
             continue_final_message=True,
         ),
+        *(
+            chat("reasoning_effort", "import re", reasoning_effort=effort, chat_template_kwargs={})
+            for effort in ("none", "high")
+        ),
+        chat("echo", "import re", echo=True),
         chat("reasoning", "def push(self, item):", stream=True, **thinking),
         *(
             chat("reasoning", "Count.", seed=seed, stream=True, **end_of_thinking)
@@ -338,6 +372,7 @@ def _chat() -> list[Case]:
             n=2,
             seed=1,
             temperature=0.6,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
         ),
     ]
 
@@ -369,13 +404,35 @@ TOOLS = [
         },
     },
 ]
-# What a model that calls tools would say: the parser must find the calls in it.
-ONE_CALL = (
-    '<tool_call>\\n\\{"name": "add", "arguments": \\{"a": [0-9]{1,2}, "b": 1\\}\\}\\n</tool_call>'
-)
+# What a model that calls tools says, by the parser that reads it. The demo target never would, so
+# requests force it.
+CALLS = {
+    # Qwen3.5 and Qwen3.6. A space before each < but the first and the last.
+    "qwen3_coder": (
+        "<tool_call> <function=add> <parameter=a>[0-9]{1,2} </parameter>"
+        " <parameter=b>1 </parameter> </function>\n</tool_call>"
+    ),
+    "hermes": (
+        '<tool_call>\n\\{"name":"add","arguments":\\{"a":[0-9]{1,2},"b":1\\}\\}\n</tool_call>'
+    ),
+}
+# Of the demo target: <tool_call>, </tool_call> and two ends of text. Without "<", which is 27, only the
+# first two can begin and end a call: the parsers of streams look for them. " <" is a token of its own,
+# the only way on for what begins with a space once the space alone, 220, is gone.
+TOOL_TOKENS, ENDS = (2042, 2043), (2044, 2046)
+NO_LESS = [token for token in (*range(1000), *TOOL_TOKENS, *ENDS) if token not in (27, 220)]
 
 
-def _tools() -> list[Case]:
+def _calls(parser: str, count: int) -> dict[str, Any]:
+    """Makes the target say ``count`` calls."""
+    return {
+        "structured_outputs": {"regex": "\\n".join([CALLS[parser]] * count)},
+        "allowed_token_ids": NO_LESS,
+        "max_tokens": 72 * count,
+    }
+
+
+def _tools(parser: str) -> list[Case]:
     def with_tools(feature: str, text: str, *, stream: bool = True, **body: Any) -> Case:
         return chat(feature, text, **{"tools": TOOLS, "max_tokens": 48, "stream": stream, **body})
 
@@ -386,8 +443,13 @@ def _tools() -> list[Case]:
         "function": {"name": "add", "arguments": json.dumps({"a": 1, "b": 2})},
     }
     return [
+        with_tools("tool calls: auto", "Add 1 and 2.", calls=1, **_calls(parser, 1)),
         with_tools("tool calls: auto", "Add 1 and 2."),
-        with_tools("tool calls: auto", "Add 1 and 2.", structured_outputs={"regex": ONE_CALL}),
+        with_tools(
+            "tool calls: auto",
+            "Add.",
+            tools=[{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS],
+        ),
         with_tools("tool calls: required", "Read a file.", tool_choice="required"),
         with_tools(
             "tool calls: required", "Add.", tool_choice="required", temperature=1.0, seed=12
@@ -395,13 +457,13 @@ def _tools() -> list[Case]:
         with_tools("tool calls: named", "Read a file.", tool_choice=named),
         with_tools("tool calls: none", "Read a file.", tool_choice="none", max_tokens=TOKENS),
         with_tools(
-            "tool calls: parallel",
-            "Add 1 and 2, then 3 and 4.",
-            structured_outputs={"regex": f"{ONE_CALL}\\n{ONE_CALL}"},
-            max_tokens=72,
+            "tool calls: parallel", "Add 1 and 2, then 3 and 4.", calls=2, **_calls(parser, 2)
         ),
         with_tools(
-            "tool calls: parallel", "Read.", tool_choice="required", parallel_tool_calls=False
+            "tool calls: parallel",
+            "Read.",
+            tool_choice="required",
+            parallel_tool_calls=False,
         ),
         with_tools(
             "tool results",
@@ -421,6 +483,37 @@ def _other_endpoints() -> list[Case]:
         Case("/tokenize", "/tokenize", {"prompt": PROMPTS[0]}),
         Case("/tokenize", "/tokenize", {"messages": [{"role": "user", "content": "import os"}]}),
         Case("/tokenize", "/detokenize", {"tokens": [282, 300, 40, 500]}),
+        *(
+            Case(
+                "/inference/v1/generate",
+                "/inference/v1/generate",
+                {"token_ids": [282, 300, 40, 500], "sampling_params": {"max_tokens": 8, **params}},
+            )
+            for params in (
+                {"temperature": 0, "logprobs": 2, "flat_logprobs": True, "detokenize": False},
+                {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.8, "n": 2},
+                {
+                    "temperature": 0,
+                    "prompt_logprob_token_ids": [[1, 2], [3, 4]],
+                    "prompt_logprob_start": 1,
+                    "skip_reading_prefix_cache": True,
+                },
+            )
+        ),
+        Case(
+            "/generative_scoring",
+            "/generative_scoring",
+            {"query": "def f(", "items": ["a", "self"], "label_token_ids": [300, 301]},
+        ),
+        Case(
+            "/v1/chat/completions/batch",
+            "/v1/chat/completions/batch",
+            {
+                "messages": [[{"role": "user", "content": text}] for text in ("import", "def f(")],
+                "max_tokens": TOKENS,
+                "temperature": 0,
+            },
+        ),
         Case(
             "/v1/responses",
             "/v1/responses",

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from request_fields import WITHOUT
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 SAME = "same answer"
 
@@ -38,6 +40,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "min_tokens": "",
         "ignore_eos": "",
         "max_tokens inside a path": "",
+        "stream_interval": "",
         "repetition_detection": "",
         "closed connection": "the request is aborted",
     },
@@ -55,6 +58,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "truncate_prompt_tokens": "",
         "cache_salt": "",
         "skip_special_tokens": "",
+        "suffix": "HTTP 400, without speculation too",
     },
     "Structured output": {
         "json_object": "drafts a chain",
@@ -71,6 +75,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "chat": "",
         "continue_final_message": "",
         "reasoning": "",
+        "reasoning_effort": "",
         "thinking_token_budget": "drafts a chain",
         "usage": "but for a stream's `reasoning_tokens`, which vLLM counts by chunks and time",
         "tool calls: auto": "",
@@ -80,11 +85,21 @@ FEATURES: dict[str, dict[str, str]] = {
         "tool calls: parallel": "",
         "tool results": "",
     },
-    "Other endpoints": {"/tokenize": "", "/v1/responses": "", "/v1/messages": ""},
+    "Other endpoints": {
+        "/tokenize": "",
+        "/v1/responses": "",
+        "/v1/messages": "",
+        "/v1/chat/completions/batch": "",
+        "/inference/v1/generate": "with `--enable-scale-out`",
+        "/generative_scoring": "",
+    },
     "Engine": {
         "backend xgrammar": "",
         "backend guidance": "",
-        "prefix caching": "with `--prefix-cache-retention-interval` also at boundaries inside a reply",
+        "prefix caching": (
+            "with `--prefix-cache-retention-interval` also at boundaries inside a reply; a hit is a "
+            "block shorter, as with every drafter of vLLM"
+        ),
         "reset_prefix_cache": "",
         "chunked prefill": "",
         "async scheduling": "on and off",
@@ -96,16 +111,48 @@ FEATURES: dict[str, dict[str, str]] = {
         "--max-num-seqs of 48": "",
         "num_speculative_tokens_per_batch_size": "",
         "--logprobs-mode": "`processed_logprobs` too",
+        "--tool-call-parser qwen3_coder": "of Qwen3.5 and Qwen3.6; `qwen3_xml` is another name of it",
+        "--tool-call-parser hermes": "",
+        "--scheduling-policy priority": "",
+        "--prefix-match-unit": "",
+        "--enable-prompt-embeds": "",
+        "--quantization fp8": "vLLM has no kernels for it on a CPU, where all else is compared",
         "--tensor-parallel-size": "two processes on a CPU: the same trees on both",
-        "--pipeline-parallel-size": "",
-        "--data-parallel-size": "",
-        "--decode-context-parallel-size": "",
-        "--enable-lora": "",
-        "--enable-sleep-mode": "",
-        "--kv-transfer-config": "",
-        "--kv-cache-dtype fp8": "",
-        "--mamba-cache-mode all": "",
-        "--logits-processors": "",
+    },
+    "Refused at start-up": dict.fromkeys(
+        [
+            "--pipeline-parallel-size",
+            "--data-parallel-size",
+            "--decode-context-parallel-size",
+            "--prefill-context-parallel-size",
+            "--enable-batch-sharded-sampling",
+            "draft_tensor_parallel_size",
+            "draft_sample_method",
+            "rejection_sample_method",
+            "--enable-lora",
+            "--enable-sleep-mode",
+            "--kv-transfer-config",
+            "--kv-offloading-size",
+            "--ec-transfer-config",
+            "--weight-transfer-config",
+            "--cpu-offload-gb",
+            "--model-impl transformers",
+            "--quantization fp8_per_tensor",
+            "--kv-cache-dtype fp8",
+            "--kv-cache-dtype bfloat16",
+            "--mamba-cache-mode all",
+            "--mamba-ssm-cache-dtype bfloat16",
+            "--mamba-cache-dtype bfloat16",
+            "--logits-processors",
+            "--watermark-config",
+            "--enable-trace-replay",
+        ],
+        "",
+    )
+    | {
+        "--enable-sleep-mode": "on a GPU: sleep mode, which has not been checked with trees",
+        "--kv-cache-dtype bfloat16": "of a model in float32; a model's own type is taken",
+        "--mamba-cache-dtype bfloat16": "of a model in float32",
     },
 }
 
@@ -119,7 +166,8 @@ the tests see; every test run checks the rows it comes by.
 deltas of streams with the same vLLM without speculation, float32 on a CPU. *Refused*: with the
 sentence that the client or the one who starts the server gets. *Drafts a chain*: what the
 target says at a node would depend on the order of rows, so such a request's tree has no branches;
-other requests of the batch keep theirs.
+other requests of the batch keep theirs. *Accepted, not compared*: it
+starts, and nothing here has seen its answers.
 """
 
 
@@ -157,13 +205,16 @@ def _page(rows: dict[str, str]) -> str:
         ]
         if lines:
             parts += [f"\n## {section}\n\n| | found | |\n| --- | --- | --- |\n", *lines]
+    parts += ["\n## Fields without a row\n\nEvery other field of a request has one.\n\n"]
+    for why, fields in WITHOUT.items():
+        parts.append(f"- {why}: {', '.join(f'`{field}`' for field in fields)}\n")
     return "".join(parts)
 
 
 def _cell(feature: str) -> str:
     return (
         f"`{feature}`"
-        if re.fullmatch(r"[a-z]+(_[a-z]+)+|/[a-z0-9/]+|--[a-z0-9-]+( [a-z0-9]+)?", feature)
+        if re.fullmatch(r"[a-z]+(_[a-z]+)+|/[a-z0-9/_]+|--[a-z0-9-]+( [a-z0-9_]+)?", feature)
         else feature
     )
 

@@ -28,28 +28,45 @@ def random_case(rng: random.Random) -> Case:
         body["max_tokens"] = 16
     if rng.random() < 0.3:
         body |= _end(rng)
+        if constrained:
+            # Nor does vLLM serve stop tokens that a constraint needs as text.
+            body.pop("stop_token_ids", None)
     text = _text(rng)
     if chat:
+        thinks = rng.random() < (0.2 if constrained else 0.5)
         body |= {
             "messages": [{"role": "user", "content": text}],
-            "chat_template_kwargs": {
-                "enable_thinking": rng.random() < (0.2 if constrained else 0.5)
-            },
+            "chat_template_kwargs": {"enable_thinking": thinks},
         }
+        if thinks and rng.random() < 0.4:
+            body["thinking_token_budget"] = rng.choice([-1, 0, 1, 3, 6])
+        if rng.random() < 0.1:
+            body["include_reasoning"] = False
+        if rng.random() < 0.1:
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
+            body["messages"].append({"role": "assistant", "content": "def"})
         if rng.random() < 0.3:
             body |= {"logprobs": True, "top_logprobs": rng.randrange(4)}
         if tools:
             body |= {"tools": TOOLS, "tool_choice": rng.choice(["auto", "required", "none"])}
             body["max_tokens"] = 20
+            body["parallel_tool_calls"] = rng.random() < 0.7
     else:
         body |= {"prompt": _prompt(rng, text), "return_token_ids": True}
         if rng.random() < 0.3:
             body["logprobs"] = rng.randrange(4)
         if rng.random() < 0.15:
             body["echo"] = True
+    if body.get("logprobs") and rng.random() < 0.2:
+        body["logprob_token_ids"] = sorted(rng.sample(range(2040), rng.randrange(1, 4)))
     stream = rng.random() < 0.5
+    if stream and rng.random() < 0.2:
+        body["stream_interval"] = rng.choice([2, 5])
     if not stream and rng.random() < 0.1:  # vLLM does not stream them
         body["prompt_logprobs"] = rng.randrange(3)
+    body |= _seldom(rng)
+    if "min_tokens" in body:
+        body["min_tokens"] = min(body["min_tokens"], body["max_tokens"])
     path = "/v1/chat/completions" if chat else "/v1/completions"
     return Case(FEATURE, path, body, stream=stream)
 
@@ -103,17 +120,49 @@ def _constraint(rng: random.Random) -> dict[str, Any]:
             {"structured_outputs": {"regex": "[a-z_]{2,9}\\([a-z]{0,4}\\)"}},
             {"structured_outputs": {"choice": ["yes", "no", "not yet"]}},
             {"structured_outputs": {"grammar": GRAMMAR}},
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "format": {
+                        "type": "tag",
+                        "begin": "<call>",
+                        "content": {"type": "regex", "pattern": "[a-z]{1,6}"},
+                        "end": "</call>",
+                    },
+                }
+            },
         ]
     )
 
 
 def _end(rng: random.Random) -> dict[str, Any]:
-    return rng.choice(
-        [
-            {"stop": rng.sample(["self", "(", "\n", "import", " ", ":"], 2)},
-            {"stop": [","], "include_stop_str_in_output": True},
-            {"stop_token_ids": rng.sample(range(2040), 100)},
-            {"stop_token_ids": rng.sample(range(2040), 100), "min_tokens": 1},
-            {"ignore_eos": True},
-        ]
-    )
+    body: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        body["stop"] = rng.sample(["self", "(", "\n", "import", " ", ":", ",", "zzz", "é"], 2)
+        body["include_stop_str_in_output"] = rng.random() < 0.4
+    if rng.random() < 0.4:
+        body["stop_token_ids"] = rng.sample(range(2040), 100)
+    if rng.random() < 0.4:
+        body["min_tokens"] = rng.choice([0, 1, 1, 4])
+    if rng.random() < 0.2:
+        body["ignore_eos"] = True
+    if rng.random() < 0.3:
+        sizes = {"max_pattern_size": rng.choice([1, 3]), "min_pattern_size": 1, "min_count": 2}
+        body["repetition_detection"] = sizes
+    return body
+
+
+def _seldom(rng: random.Random) -> dict[str, Any]:
+    """What changes the prompt or how the answer is written down."""
+    body: dict[str, Any] = {}
+    if rng.random() < 0.06:
+        side = rng.choice(["left", "right"])
+        body |= {"truncate_prompt_tokens": rng.randrange(1, 30), "truncation_side": side}
+    if rng.random() < 0.06:
+        body["cache_salt"] = rng.choice(["a", "b"])
+    if rng.random() < 0.06:
+        body |= {"skip_special_tokens": False, "spaces_between_special_tokens": rng.random() < 0.5}
+    if rng.random() < 0.06:
+        body["return_tokens_as_token_ids"] = True
+    return body

@@ -8,10 +8,12 @@ case of each feature, --slow all of them.
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import re
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +35,8 @@ from ddtree_vllm.smoke.server import Server, counter, running_server
 READY_TIMEOUT_S = 900
 BUDGET = 15
 PROPERTY_S, SLOW_PROPERTY_S = 20, 600
-CASES = cases()
+TOOL_PARSER = "qwen3_coder"
+CASES = cases(TOOL_PARSER)
 FEATURES = list(dict.fromkeys(case.feature for case in CASES))
 
 
@@ -43,10 +46,11 @@ class Servers:
     trees: Server
 
 
-@pytest.fixture(scope="module")
-def servers(demo_pair, tmp_path_factory):
-    target, drafter = demo_pair
-    logs = tmp_path_factory.mktemp("servers")
+@contextlib.contextmanager
+def started(
+    pair: tuple[Path, Path], logs: Path, tool_parser: str = TOOL_PARSER
+) -> Iterator[Servers]:
+    target, drafter = pair
     with contextlib.ExitStack() as stack:
 
         def start(name: str, *options: str) -> Server:
@@ -57,8 +61,8 @@ def servers(demo_pair, tmp_path_factory):
                     *("--served-model-name", MODEL, "--dtype", "float32"),
                     *("--max-model-len", "512", "--max-num-seqs", "8"),
                     *("--chat-template", str(Path(__file__).with_name("qwen_like.jinja"))),
-                    *("--reasoning-parser", "qwen3"),
-                    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+                    *("--reasoning-parser", "qwen3", "--enable-scale-out"),
+                    *("--enable-auto-tool-choice", "--tool-call-parser", tool_parser),
                 ]
 
             return stack.enter_context(running_server(command, logs / f"{name}.log"))
@@ -69,6 +73,12 @@ def servers(demo_pair, tmp_path_factory):
         )
         for server in (found.plain, found.trees):
             server.wait_until_ready(READY_TIMEOUT_S, lambda: None)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def servers(demo_pair, tmp_path_factory) -> Iterator[Servers]:
+    with started(demo_pair, tmp_path_factory.mktemp("servers")) as found:
         yield found
 
 
@@ -116,18 +126,67 @@ def test_trees_answer_as_no_speculation_does(feature, asked, answers, compatibil
     for case in {id(case): case for case, _ in asked if case.feature == feature}.values():
         expected, got = of_case(plain, case), of_case(trees, case)
         compared += len(expected)
-        assert {answer["http_status"] for answer in expected.values()} == {200}, expected
-        if case.refused is None:
+        if case.unserved:
             assert not differences(expected, got)
-            for text in said(expected) if case.holds else ():
-                assert re.match(case.holds, text), (case.name, text)
+            found = refusal(got, case.unserved)
             continue
-        for answer in got.values():
-            assert answer["http_status"] == 400
-            assert case.refused in answer["error"]["message"]
-            found = f"refused: {answer['error']['message'].rstrip('.')}"
+        assert {answer["http_status"] for answer in expected.values()} == {200}, expected
+        if case.refused:
+            found = refusal(got, case.refused)
+            continue
+        assert not differences(expected, got)
+        assert_holds(case, expected)
     assert compared
     compatibility.record(feature, found)
+
+
+def refusal(answers: dict[str, Any], named: str) -> str:
+    [message] = {answer["error"]["message"] for answer in answers.values()}
+    assert {answer["http_status"] for answer in answers.values()} == {400}
+    assert named in message
+    return f"refused: {message.rstrip('.')}"
+
+
+def assert_holds(case: Case, answers: dict[str, Any]) -> None:
+    """What a constraint makes certain, whatever the model: else the same wrong answer twice would do."""
+    for text in said(answers) if case.holds else ():
+        assert re.match(case.holds, text), (case.name, text)
+    for answer in answers.values() if case.calls else ():
+        [choice] = answer["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        calls = called(choice)
+        assert [name for name, _ in calls] == ["add"] * case.calls
+        assert [arguments.keys() for _, arguments in calls] == [{"a", "b"}] * case.calls
+
+
+def called(choice: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The tool calls of an answer, of a whole one or of a stream's joined parts."""
+    if "message" in choice:
+        functions = [call["function"] for call in choice["message"].get("tool_calls") or ()]
+    else:
+        functions = list((choice.get("tool_calls") or {}).values())
+    return [(call["name"], json.loads(call["arguments"])) for call in functions]
+
+
+def test_the_parser_of_tool_calls_finds_those_that_are_there(answers, compatibility) -> None:
+    for found in answers:
+        for case in CASES:
+            if case.calls:
+                assert_holds(case, of_case(found, case))
+    compatibility.record(f"--tool-call-parser {TOOL_PARSER}")
+
+
+@pytest.mark.slow
+def test_another_parser_of_tool_calls_answers_the_same(demo_pair, tmp_path, compatibility) -> None:
+    tools = [case for case in cases("hermes") if case.feature.startswith("tool ")]
+    asked = [(case, stream) for case in tools for stream in (False, True)]
+    with started(demo_pair, tmp_path, "hermes") as servers:
+        plain, trees = ask_both(servers, asked)
+    assert not differences(plain, trees)
+    for case in tools:
+        assert_holds(case, of_case(plain, case))
+    assert sum(case.calls for case in tools) >= 3
+    compatibility.record("--tool-call-parser hermes")
 
 
 @pytest.mark.slow
@@ -135,7 +194,11 @@ def test_streamed_deltas_join_to_the_whole_answer(answers) -> None:
     """Needs --slow, which sends a case whole too."""
     _, trees = answers
     for case in CASES:
-        if not case.stream or case.refused:
+        if not case.stream or case.refused or case.unserved:
+            continue
+        # The demo target spells <tool_call> out of letters. A stream's parser looks for the token, and
+        # would see the letters as content, in a stream without speculation too.
+        if case.body.get("tools") and not case.calls:
             continue
         whole, streamed = trees[case.name], trees[case.name + " streamed"]
         for a, b in zip(whole["choices"], streamed["choices"], strict=True):
@@ -143,6 +206,8 @@ def test_streamed_deltas_join_to_the_whole_answer(answers) -> None:
             for key in ("text", "content", "reasoning"):
                 assert (message.get(key) or "") == (b.get(key) or ""), (case.name, key)
             assert a["finish_reason"] == b["finish_reason"], case.name
+            if a["finish_reason"] == "tool_calls":
+                assert called(a) == called(b) != [], case.name
 
 
 def test_metrics_of_trees_agree_with_those_of_vllm(servers, answers) -> None:

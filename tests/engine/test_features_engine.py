@@ -114,6 +114,41 @@ def many_at_once() -> list[dict]:
     return [greedy(prompt, 3) for prompt in random_prompts(rng, lengths, VOCAB)]
 
 
+def prioritised() -> list[dict]:
+    """With trees four of these fill the blocks: what comes later and matters more sends others back."""
+    prompts = random_prompts(random.Random(37), [108] * 5, VOCAB)
+    return [
+        greedy(prompt, 30, priority=priority, at_step=step)
+        for prompt, priority, step in zip(prompts, [5, 5, 1, 0, 9], [0, 0, 3, 6, 6], strict=True)
+    ]
+
+
+PRIORITY = {
+    "scheduling_policy": "priority",
+    "num_gpu_blocks_override": 27,
+    "enable_prefix_caching": False,
+    "max_num_seqs": 4,
+    "max_model_len": 256,
+}
+
+
+def embedded() -> list[dict]:
+    prompts = random_prompts(random.Random(38), [5, 17, 60], VOCAB)
+    requests = [greedy(prompt, 10, as_embeddings=True) for prompt in prompts]
+    requests[1]["params"] |= {"temperature": 1.0, "seed": 3}
+    # What is given as tokens shares the batch.
+    return [*requests, greedy(prompts[2], 10)]
+
+
+def sharing_parts_of_blocks() -> list[dict]:
+    """Prompts that begin alike, but part inside a block of 128 tokens."""
+    first, other, third = random_prompts(random.Random(39), [300, 90, 160], VOCAB)
+    prompts = [first, first, first[:200] + other, first[:150] + other[:10], first[:260] + third[:3]]
+    requests = [greedy(prompt, 8, after=i - 1) for i, prompt in enumerate(prompts)]
+    del requests[0]["after"]
+    return requests
+
+
 SINGLE = {
     "max_num_seqs": 1,
     "prefix_cache_retention_interval": 128,
@@ -145,10 +180,22 @@ def jobs_by_name(target: Path) -> dict[str, list[Job]]:
             Job(many_at_once(), engine={"max_num_seqs": 48}),
             Job(many_at_once(), budget=7, engine={"max_num_seqs": 48}),
         ],
+        "priority": [
+            Job(prioritised(), engine=PRIORITY),
+            Job(prioritised(), budget=15, engine=PRIORITY),
+        ],
+        "embeddings": [
+            Job(embedded(), engine={"enable_prompt_embeds": True}),
+            Job(embedded(), budget=15, engine={"enable_prompt_embeds": True}),
+        ],
+        "match unit": [
+            Job(sharing_parts_of_blocks(), engine={"prefix_match_unit": 16}),
+            Job(sharing_parts_of_blocks(), budget=15, engine={"prefix_match_unit": 16}),
+        ],
     }
 
 
-SLOW = ("guidance", "many sequences")
+SLOW = ("guidance", "many sequences", "priority", "embeddings", "match unit")
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +285,32 @@ def test_processed_logprobs_are_those_after_penalties_and_top_k(runs, compatibil
 def test_many_sequences_at_once(runs, compatibility) -> None:
     assert_same(*runs["many sequences"])
     compatibility.record("--max-num-seqs of 48")
+
+
+@pytest.mark.slow
+def test_requests_of_another_priority_are_sent_back_and_go_on(runs, compatibility) -> None:
+    plain, trees = runs["priority"]
+    assert_same(plain, trees)
+    assert trees.counters["vllm:num_preemptions"] > 0
+    compatibility.record("--scheduling-policy priority")
+
+
+@pytest.mark.slow
+def test_a_prompt_of_embeddings_gives_the_tokens_of_its_tokens(runs, compatibility) -> None:
+    plain, trees = runs["embeddings"]
+    assert_same(plain, trees)
+    assert trees.outputs[2]["token_ids"] == trees.outputs[3]["token_ids"]
+    compatibility.record("--enable-prompt-embeds")
+
+
+@pytest.mark.slow
+def test_prefixes_that_part_inside_a_block_give_the_same_tokens(runs, compatibility) -> None:
+    plain, trees = runs["match unit"]
+    assert_same(plain, trees)
+    # A hit ends a block early, as with every drafter: shorter, but there is one.
+    for result, longest in ((plain, 288), (trees, 128)):
+        assert max(output["num_cached"] for output in result.outputs) == longest
+    compatibility.record("--prefix-match-unit")
 
 
 def test_images_give_the_same_tokens(tmp_path, compatibility) -> None:

@@ -16,14 +16,38 @@ REFUSED: dict[str, dict[str, Any]] = {
         "tensor_parallel_size": 2,
         "decode_context_parallel_size": 2,
     },
+    "--prefill-context-parallel-size": {"prefill_context_parallel_size": 2},
+    "--enable-batch-sharded-sampling": {
+        "tensor_parallel_size": 2,
+        "enable_batch_sharded_sampling": True,
+    },
+    "draft_tensor_parallel_size": {
+        "tensor_parallel_size": 2,
+        "speculative_config": {"draft_tensor_parallel_size": 1},
+    },
+    "draft_sample_method": {"speculative_config": {"draft_sample_method": "probabilistic"}},
+    "rejection_sample_method": {"speculative_config": {"rejection_sample_method": "block"}},
     "--enable-lora": {"enable_lora": True},
     "--kv-transfer-config": {
         "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     },
+    "--kv-offloading-size": {"kv_offloading_size": 1.0},
+    "--ec-transfer-config": {
+        "ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}
+    },
+    "--weight-transfer-config": {"weight_transfer_config": {"backend": "nccl"}},
+    "--cpu-offload-gb": {"cpu_offload_gb": 1},
+    "--model-impl transformers": {"model_impl": "transformers"},
+    "--quantization fp8_per_tensor": {"quantization": "fp8_per_tensor", "dtype": "bfloat16"},
     "--kv-cache-dtype fp8": {"kv_cache_dtype": "fp8"},
+    "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "bfloat16"},
     "--enable-sleep-mode": {"enable_sleep_mode": True},
     "--logits-processors": {"logits_processors": ["some.module:Processor"]},
     "--mamba-cache-mode all": {"mamba_cache_mode": "all"},
+    "--mamba-ssm-cache-dtype bfloat16": {"mamba_ssm_cache_dtype": "bfloat16"},
+    "--mamba-cache-dtype bfloat16": {"mamba_cache_dtype": "bfloat16"},
+    "--watermark-config": {"watermark_config": {"algorithm": "gumbel", "key": 7}},
+    "--enable-trace-replay": {"enable_trace_replay": True},
 }
 
 
@@ -51,11 +75,27 @@ def test_a_start_is_refused_with_a_sentence(option, base, compatibility) -> None
 
     from ddtree_vllm.engine.requirements import check_supported
 
+    changed = dict(REFUSED[option])
+    changed["speculative_config"] = base["speculative_config"] | changed.get(
+        "speculative_config", {}
+    )
     with pytest.raises(ValueError) as refusal:
-        check_supported(EngineArgs(**base, **REFUSED[option]).create_engine_config())
+        check_supported(EngineArgs(**base | changed).create_engine_config())
     sentence = _sentence(refusal.value)
     assert sentence
     compatibility.record(option, f"refused: {sentence}")
+
+
+def test_fp8_weights_are_accepted_but_not_compared_here(base, compatibility) -> None:
+    """On a CPU vLLM has no kernels for them, with trees or without."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    from vllm.engine.arg_utils import EngineArgs
+
+    from ddtree_vllm.engine.requirements import check_supported
+
+    fp8 = {"quantization": "fp8", "dtype": "bfloat16"}
+    check_supported(EngineArgs(**base | fp8).create_engine_config())
+    compatibility.record("--quantization fp8", "accepted, not compared")
 
 
 def _sentence(error: Exception) -> str:
