@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
 from vllm.platforms import current_platform
@@ -22,8 +23,10 @@ MAX_BUDGET = 127
 # What the attention and Gated DeltaNet kernels are written for.
 HEAD_SIZES = (16, 32, 64, 128, 256)
 RECURRENT_HEAD_SIZES = (64, 128)
-# bfloat16 on the matrix units, and FlashAttention: Ampere and later.
-OLDEST_GPU = (8, 0)
+# Compute capabilities whose multiprocessors hold the tiles of tree attention: A100, and H100, H200.
+# 8.6, 8.9 and 12.0 have 99 KB of shared memory for the 144 KB that a head of 256 takes; on 10.x vLLM
+# prepares FlashAttention for such heads in ways that the prefix call does not.
+SUPPORTED_GPUS = ((8, 0), (9, 0))
 
 
 class UnsupportedConfigurationError(ValueError):
@@ -129,6 +132,14 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         yield from _backend_reasons(vllm_config.attention_config)
     if current_platform.is_cuda():
         yield from _gpu_reasons(vllm_config)
+    if envs.VLLM_BATCH_INVARIANT:
+        yield "VLLM_BATCH_INVARIANT, whose promise kernels tiled by the batch cannot keep; unset it"
+    threshold = vllm_config.scheduler_config.long_prefill_token_threshold
+    if 0 < threshold <= budget:
+        yield (
+            f"--long-prefill-token-threshold {threshold}, below a tree's {budget + 1} rows; raise it "
+            f"above {budget} or leave it out"
+        )
 
 
 def _state_reasons(vllm_config: VllmConfig) -> Iterator[str]:
@@ -176,14 +187,19 @@ def _kernel_reasons(text: Any) -> Iterator[str]:
 
 
 def _gpu_reasons(vllm_config: VllmConfig) -> Iterator[str]:
-    """A GPU too old, or too small for what a step's rows leave behind."""
+    """A GPU that the kernels do not fit, or too small for what a step's rows leave behind."""
     capability = current_platform.get_device_capability()
-    if capability is not None and tuple(capability) < OLDEST_GPU:
+    if capability is not None and tuple(capability) not in SUPPORTED_GPUS:
         yield (
-            f"a GPU of compute capability {capability.as_version_str()}; the kernels need 8.0, "
-            "Ampere, or later"
+            f"a GPU of compute capability {capability.as_version_str()}; tree attention has been "
+            "fitted to 8.0 (A100) and 9.0 (H100, H200)"
         )
-    rows, text = max_tree_rows(vllm_config), vllm_config.model_config.hf_text_config
+    text = vllm_config.model_config.hf_text_config
+    if getattr(text, "linear_num_value_heads", None) is None:
+        return  # another architecture, which is refused as such
+    if not 1 <= vllm_config.num_speculative_tokens <= MAX_BUDGET:
+        return
+    rows = max_tree_rows(vllm_config)
     ranks = vllm_config.parallel_config.tensor_parallel_size
     value_heads = text.linear_num_value_heads // ranks
     stash = rows * Stash.bytes_per_row(

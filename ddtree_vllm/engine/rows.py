@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
@@ -19,7 +20,7 @@ def draft_counts(vllm_config: VllmConfig) -> list[int]:
 
 
 def max_tree_rows(vllm_config: VllmConfig) -> int:
-    """The most tree rows one step can hold: what the stash of the recurrent layers is sized by.
+    """The most tree rows a step of served requests can hold: what the recurrent layers' stash is for.
 
     With a budget per batch size, a batch carries the drafts it was given at its size one step ago,
     and every request that joined since at most its root.
@@ -35,3 +36,12 @@ def max_tree_rows(vllm_config: VllmConfig) -> int:
     else:
         rows = most * (budget + 1)
     return min(rows, scheduler.max_num_batched_tokens)
+
+
+def requests_that_fit(num_rows: np.ndarray, capacity: int) -> int:
+    """How many requests, from the first on, have all their rows in a stash of ``capacity`` rows.
+
+    Args:
+        num_rows: ``[num_reqs]``, tree rows of each request.
+    """
+    return int(np.searchsorted(np.cumsum(num_rows), capacity, side="right"))

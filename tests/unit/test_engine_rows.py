@@ -3,11 +3,12 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from ddtree_vllm.engine import requirements
-from ddtree_vllm.engine.rows import max_tree_rows
+from ddtree_vllm.engine.rows import max_tree_rows, requests_that_fit
 from ddtree_vllm.gdn import launch
 
 
@@ -82,10 +83,26 @@ def test_a_stand_in_gpu_too_small_for_the_stash_is_refused_with_both_sizes(monke
     assert not list(requirements._gpu_reasons(big_model(16, 15, tokens=16384)))
 
 
-def test_a_stand_in_gpu_older_than_ampere_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(requirements, "current_platform", StandInGpu(capability=(7, 5)))
+@pytest.mark.parametrize("capability", [(7, 5), (8, 9), (10, 0), (12, 0)])
+def test_a_stand_in_gpu_that_tree_attention_does_not_fit_is_refused(
+    monkeypatch, capability
+) -> None:
+    monkeypatch.setattr(requirements, "current_platform", StandInGpu(capability=capability))
     [reason] = requirements._gpu_reasons(big_model(4, 15, tokens=2048))
-    assert "compute capability 7.5" in reason
+    assert f"compute capability {capability[0]}.{capability[1]}" in reason
+
+
+@pytest.mark.parametrize("budget", [0, 200])
+def test_a_budget_out_of_range_is_no_traceback_on_a_stand_in_gpu(monkeypatch, budget) -> None:
+    monkeypatch.setattr(requirements, "current_platform", StandInGpu())
+    assert not list(requirements._gpu_reasons(big_model(4, budget, tokens=2048)))
+
+
+def test_another_architecture_is_no_traceback_on_a_stand_in_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(requirements, "current_platform", StandInGpu())
+    model = big_model(4, 15, tokens=2048)
+    del model.model_config.hf_text_config.linear_num_value_heads
+    assert not list(requirements._gpu_reasons(model))
 
 
 @pytest.mark.parametrize(
@@ -99,3 +116,17 @@ def test_a_stand_in_gpu_older_than_ampere_is_refused(monkeypatch) -> None:
 def test_head_sizes_without_a_kernel_are_refused(sizes, reason) -> None:
     [told] = requirements._kernel_reasons(SimpleNamespace(**sizes))
     assert reason in told
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "capacity", "fit"),
+    [
+        ([64, 64, 64], 192, 3),
+        ([64, 64, 64], 191, 2),
+        ([64, 0, 64, 0], 64, 2),  # a prompt brings no tree rows
+        ([64, 64], 63, 0),
+        ([], 0, 0),
+    ],
+)
+def test_only_requests_whose_rows_all_fit_use_the_stash(num_rows, capacity, fit) -> None:
+    assert requests_that_fit(np.array(num_rows, dtype=np.int32), capacity) == fit
