@@ -457,13 +457,13 @@ def _tools(parser: str) -> list[Case]:
         with_tools("tool calls: named", "Read a file.", tool_choice=named),
         with_tools("tool calls: none", "Read a file.", tool_choice="none", max_tokens=TOKENS),
         with_tools(
-            "tool calls: parallel", "Add 1 and 2, then 3 and 4.", calls=2, **_calls(parser, 2)
-        ),
-        with_tools(
             "tool calls: parallel",
             "Read.",
             tool_choice="required",
             parallel_tool_calls=False,
+        ),
+        with_tools(
+            "tool calls: parallel", "Add 1 and 2, then 3 and 4.", calls=2, **_calls(parser, 2)
         ),
         with_tools(
             "tool results",
