@@ -14,22 +14,24 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def _has_cuda_device() -> bool:
+def _num_gpus() -> int:
     """Asks the driver, not torch: torch must not be imported before TRITON_INTERPRET is set."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
-        return False
+        return 0
     if shutil.which("nvidia-smi") is None:
-        return False
+        return 0
     try:
         probe = subprocess.run(
             ["nvidia-smi", "-L"], check=False, capture_output=True, text=True, timeout=30
         )
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return probe.returncode == 0 and "GPU" in probe.stdout
+        return 0
+    lines = probe.stdout.splitlines() if probe.returncode == 0 else []
+    return sum(line.startswith("GPU ") for line in lines)
 
 
-HAS_CUDA = _has_cuda_device()
+NUM_GPUS = _num_gpus()
+HAS_CUDA = NUM_GPUS > 0
 if not HAS_CUDA:
     # Read by Triton when a kernel is decorated, so it has to be set before the first kernel module.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -110,6 +112,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_CUDA:
             left_out["marked gpu: no NVIDIA GPU on this machine"] += 1
+            drop.append(item)
+        elif item.get_closest_marker("two_gpus") and NUM_GPUS < 2:
+            left_out["marked two_gpus: one NVIDIA GPU on this machine; run it on two"] += 1
             drop.append(item)
         elif item.get_closest_marker("hosts") and not config.getoption("--hosts"):
             left_out["marked hosts: run `make test-hosts`"] += 1

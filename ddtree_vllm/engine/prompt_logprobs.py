@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities of a prompt, without those of the drafts that its last token may bring along.
 
-A prompt's last token that comes alone, since the prompt has no other or a chunk ended before it, is
-padded with drafts beside running trees. vLLM 0.32 takes all of its rows for prompt tokens.
+A prompt's last token that is scheduled alone, since the prompt has no other or the prefix cache holds
+the rest, is padded with drafts beside running trees. vLLM 0.32 takes all of its rows for prompt tokens.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def record_launches(worker: Any) -> None:
         if attribute == "INTERPRETED":
             on_gpu = False
         found = importlib.import_module(module)
-        if hasattr(found, attribute):
-            setattr(found, attribute, on_gpu)
+        getattr(found, attribute)  # a name that is gone would leave the CPU's tiles in place
+        setattr(found, attribute, on_gpu)
     worker.launches = set()
     run = InterpretedFunction.run
 

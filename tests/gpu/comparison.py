@@ -28,7 +28,7 @@ def scored(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_same_up_to_rounding(
-    expected: Result, got: Result, requests: list[dict[str, Any]], most: float = MOST
+    expected: Result, got: Result, requests: list[dict[str, Any]]
 ) -> None:
     """Both runs were given ``requests``, whose parameters are `scored`."""
     same = 0
@@ -39,7 +39,7 @@ def assert_same_up_to_rounding(
         _assert_alike(one, other, requests[number]["params"]["temperature"] == 0, number)
     share = same / len(expected.outputs)
     print(f"{share:.0%} of {len(expected.outputs)} requests are equal to the last token")
-    assert share >= most
+    assert share >= MOST
 
 
 def _assert_alike(one: dict[str, Any], other: dict[str, Any], greedy: bool, number: int) -> None:

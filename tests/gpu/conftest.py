@@ -7,7 +7,6 @@ tests/gpu` runs four at a time on one GPU.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,11 +37,3 @@ def demo_pair() -> tuple[Path, Path]:
 def full_graphs() -> dict[str, Any]:
     """Engine options for CUDA graphs of whole decode steps without torch.compile: a quick start."""
     return {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
-
-
-@pytest.fixture(scope="session")
-def num_gpus() -> int:
-    listed = subprocess.run(
-        ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True
-    )
-    return listed.stdout.count("GPU ")

@@ -136,8 +136,13 @@ def memory_in_use() -> tuple[int, int, int]:
 
 
 def compiled_while_serving(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Names of the Triton kernels, with their modules, that serving compiles or loads."""
+    """Names of the Triton kernels, with their modules, that serving compiles or loads.
+
+    ``noticed``: whether one that was never launched before is among those noted after serving.
+    """
+    import torch
     from engine_process import serve
+    from never_launched import never_launched
     from triton import knobs
 
     compiled: list[str] = []
@@ -149,4 +154,12 @@ def compiled_while_serving(llm: Any, requests: list[dict[str, Any]]) -> dict[str
 
     knobs.runtime.jit_post_compile_hook = note
     outputs, steps = serve(llm, requests)
-    return {"compiled": compiled, "steps": steps, "tokens": [o["token_ids"] for o in outputs]}
+    while_serving = list(compiled)
+    if torch.cuda.is_available():
+        never_launched[(1,)](torch.zeros(1, device="cuda"))
+    return {
+        "compiled": while_serving,
+        "noticed": any(name.endswith(".never_launched") for name in compiled),
+        "steps": steps,
+        "tokens": [o["token_ids"] for o in outputs],
+    }

@@ -58,6 +58,7 @@ def test_serving_compiles_no_kernel_of_ours(demo_pair, full_graphs, speculative)
         arguments={"requests": requests(demo_pair[0])},
     )
     found = run(demo_pair, [job])[0].found
+    assert found["noticed"], "a compilation is not noticed"
     compiled = sorted(set(found["compiled"]))
     print("compiled by others while serving:", [n for n in compiled if not n.startswith(OURS)])
     assert [name for name in compiled if name.startswith(OURS)] == []

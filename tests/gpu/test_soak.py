@@ -74,7 +74,7 @@ def test_acceptance_at_the_end_is_that_at_the_beginning(soaked, pool) -> None:
     first_third = tokens_per_step(soaked["ended"], 0, span)
     last_third = tokens_per_step(soaked["ended"], last - span, last)
     print(f"tokens per step {first_third:.3f} and {last_third:.3f}, {span} requests each")
-    assert first_third > 1.3
+    assert first_third > 1.5
     assert last_third == pytest.approx(first_third, rel=0.02)
 
 

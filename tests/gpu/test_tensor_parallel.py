@@ -13,11 +13,8 @@ from prompts import source_prompts
 BUDGET = 31
 
 
-def test_two_gpus_draft_the_same_trees_and_give_the_tokens_of_one(
-    demo_pair, full_graphs, num_gpus
-) -> None:
-    if num_gpus < 2:
-        pytest.skip("two GPUs were not compared with one: this machine has one GPU; run it on two")
+@pytest.mark.two_gpus
+def test_two_gpus_draft_the_same_trees_and_give_the_tokens_of_one(demo_pair, full_graphs) -> None:
     prompts = source_prompts(demo_pair[0], 12, random.Random(26))
     params = scored({"max_tokens": 48, "temperature": 0.0, "ignore_eos": True})
     asked = [{"prompt": prompt, "params": params} for prompt in prompts]

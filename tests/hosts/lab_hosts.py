@@ -305,19 +305,3 @@ def changed(done: subprocess.CompletedProcess[str]) -> int:
     """Changes of a play that went well; its end is shown otherwise."""
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return sum(map(int, re.findall(r"changed=(\d+)", done.stdout)))
-
-
-def main() -> None:
-    """Boots one host and ends it: whether this machine can have test hosts at all."""
-    why = missing()
-    if why:
-        raise SystemExit(why)
-    lab = Lab(1, work_folder(), lend_venv=False)
-    try:
-        lab.up()
-    finally:
-        lab.down()
-
-
-if __name__ == "__main__":
-    main()

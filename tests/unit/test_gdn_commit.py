@@ -321,11 +321,14 @@ def test_regimes_cover_both_ends(rng, device):
     decays, betas = {}, {}
     for regime in REGIMES:
         step = Step(rng, [chain(64)], regime=regime, device=device)
+        # The regimes speak of heads whose a_log and dt_bias are 0; theirs are drawn about it.
+        step.layers[0].a_log.zero_()
+        step.layers[0].dt_bias.zero_()
         step.verify()
         x = step.projections(0)
         decays[regime], betas[regime] = float(x.g.exp().mean()), float(x.beta.mean())
     assert decays["slow decay, beta near 1"] > 0.999
-    assert decays["fast decay, beta near 1"] < 0.01
+    assert decays["fast decay, beta near 1"] < 0.001
     assert betas["slow decay, beta near 1"] > 0.99
     assert betas["fast decay, beta near 0"] < 0.01
     assert np.isfinite(list(decays.values())).all()
