@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
-from ddtree_vllm import SUPPORTED_VLLM, __version__, checkpoints, environment
+from ddtree_vllm import SUPPORTED_VLLM, __version__, checkpoints, drain, environment
 from ddtree_vllm.config import (
     AUTO_BUDGETS,
     MAX_BUDGET,
@@ -140,6 +140,8 @@ def _serve(arguments: list[str], debug: bool) -> int:
         options += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
     if device == "cuda" and config is not None and not _gives("--max-num-seqs", [*given, *in_file]):
         options += ["--max-num-seqs", str(GPU_MAX_NUM_SEQS)]
+    if not any(drain.PATH in option for option in given):
+        options += ["--middleware", drain.PATH]
     print(_announcement(model, options, variables, config, device), flush=True)
     os.environ.update(variables)
     if device == "cpu":

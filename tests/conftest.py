@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every test shares: the interpreter switch, seeds, and an account of what was left out."""
 
-import functools
 import os
 import shutil
 import subprocess
@@ -89,16 +88,6 @@ _ORDER = {"unit": 0, "gpu": 1, "engine": 2}
 _LONGEST = "test_exactness.py"
 
 
-@functools.cache
-def _has_compose() -> bool:
-    if shutil.which("docker") is None:
-        return False
-    asked = subprocess.run(
-        ["docker", "compose", "version"], check=False, capture_output=True, timeout=60
-    )
-    return asked.returncode == 0
-
-
 def _has_ansible() -> bool:
     wanted = os.environ.get("DDTREE_ANSIBLE_PLAYBOOK")
     return shutil.which(wanted or str(ROOT / ".venv-ansible/bin/ansible-playbook")) is not None
@@ -118,11 +107,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             drop.append(item)
         elif item.get_closest_marker("hosts") and not config.getoption("--hosts"):
             left_out["marked hosts: run `make test-hosts`"] += 1
-            drop.append(item)
-        elif item.get_closest_marker("compose") and not _has_compose():
-            left_out[
-                "marked compose: `docker compose version` fails; install Docker Compose 2"
-            ] += 1
             drop.append(item)
         elif item.get_closest_marker("ansible") and not _has_ansible():
             left_out["marked ansible: no ansible-playbook; run `make ansible`"] += 1

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[2]
 LAB_SH = Path(__file__).parent / "lab/lab.sh"
@@ -64,26 +65,35 @@ class Lab:
         folder: of this lab alone.
         lend_venv: the project's .venv appears in every host as /opt/ddtree/venv.
         packages: of Debian, beside those of lab/rootfs.sh; a folder's root file system keeps them.
+        shown: folders of this machine that every host reads at the same path.
     """
 
     def __init__(
-        self, count: int, folder: Path, lend_venv: bool = True, packages: Sequence[str] = ()
+        self,
+        count: int,
+        folder: Path,
+        lend_venv: bool = True,
+        packages: Sequence[str] = (),
+        shown: Sequence[Path] = (),
     ) -> None:
         self.count, self.folder = count, folder
-        self._packages = packages
+        self._packages, self._shown = packages, shown
         self.key = folder / "key"
         self.rootfs = folder / "rootfs"
         # Labs of other folders may be up at the same time.
         self.name = "ddtree-lab-" + hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:6]
         self._lend, self._extra = lend_venv, list[str]()
+        self._lock: IO[str] | None = None
 
     # ---- the hosts
 
     def up(self) -> None:
         """Boots the hosts; builds their root file system first if it is not there."""
         self._take_folder()
+        self._clear()
         self._build()
         self._extra = [f"--bind-ro={LAB_SH.parents[1]}/stub:/opt/stub"]
+        self._extra += [f"--bind-ro={folder}" for folder in self._shown]
         if self._lend:
             self._extra += self._lend_venv()
         self._lab("up", str(self.count))
@@ -91,8 +101,16 @@ class Lab:
         print(state, end="")
 
     def down(self) -> None:
+        if self._lock is None:
+            return  # these hosts are another run's
         self._lab("down", timeout=120)
-        self._lock.close()
+        self.release()
+
+    def release(self) -> None:
+        """Lets another run have the folder, as the end of this program does."""
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = None
 
     def root(self, number: int) -> Path:
         """The root of a host's file system, from this machine."""
@@ -203,24 +221,38 @@ class Lab:
     def _take_folder(self, within: float = 900) -> None:
         """Waits until no other run of the tests has hosts in this folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / "lock").open("w")
+        lock = (self.folder / "lock").open("w")
         end = time.monotonic() + within
         while True:
             try:
                 # Inherited by no host: Python closes its files in what it starts.
-                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 assert time.monotonic() < end, f"{self.folder} is in use; DDTREE_LAB names another"
                 time.sleep(1)
+            else:
+                self._lock = lock
+                return
+
+    def _clear(self) -> None:
+        """Ends what a run that was killed left of a lab: the lock says that nobody holds it."""
+        names = Path("/run/netns").glob(f"{self.name}*")
+        if any(names) or any(self.folder.glob("lab/hosts/node*")):
+            self._bash("down", timeout=120)
 
     def _build(self) -> None:
         if not self.key.exists():
             subprocess.run(
                 ["ssh-keygen", "-q", "-N", "", "-t", "ed25519", "-f", self.key], check=True
             )
-        if (self.rootfs / "etc/lab-init").exists():
-            shutil.copy(LAB_SH.with_name("lab-init"), self.rootfs / "etc/lab-init")
+        # Another list of packages, or another way of building, is another root file system.
+        programs = (LAB_SH.with_name(name).read_text() for name in ("rootfs.sh", "lab-init"))
+        recipe = "\n".join((*programs, *self._packages))
+        stamp = self.folder / "rootfs.recipe"
+        if stamp.exists() and stamp.read_text() == recipe:
             return
+        stamp.unlink(missing_ok=True)
+        shutil.rmtree(self.rootfs, ignore_errors=True)
         log = self.folder / "rootfs.log"
         with log.open("w") as output:
             done = subprocess.run(
@@ -231,6 +263,7 @@ class Lab:
                 timeout=900,
             )
         assert done.returncode == 0, log.read_text()[-3000:]
+        stamp.write_text(recipe)
 
     def _lend_venv(self) -> list[str]:
         """Binds that make the project's packages a venv of the host's own Python."""

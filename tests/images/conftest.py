@@ -121,7 +121,11 @@ class ImageLab(lab_hosts.Lab):
 @pytest.fixture(scope="session")
 def lab():
     hosts = ImageLab(
-        2, lab_hosts.work_folder() / "docker", lend_venv=False, packages=("docker.io", "iptables")
+        2,
+        lab_hosts.work_folder() / "docker",
+        lend_venv=False,
+        packages=("docker.io", "iptables"),
+        shown=(ROOT,),
     )
     try:
         hosts.up()

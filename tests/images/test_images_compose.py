@@ -2,14 +2,14 @@
 """images/compose.yml as Compose reads it: each profile starts with its own variables alone."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import compose_program
 import pytest
 import yaml
+from test_images_readme import CURL, wait_for_chat
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "images/compose.yml"
@@ -103,18 +103,70 @@ def test_docker_waits_longer_than_requests_in_flight_have():
     assert service("gpu", DDTREE_SHUTDOWN_TIMEOUT="300")["stop_grace_period"] == "1m300s"
 
 
-@pytest.mark.compose
+# ---- Compose itself, on a host
+
+
+@pytest.fixture(scope="module")
+def composing(loaded):
+    """The lab, with Docker Compose 2 and the file on node1."""
+    compose_program.install(loaded, 1)
+    loaded.put(1, FILE)
+    return loaded
+
+
+def compose(lab, profile, words, timeout=120, **variables):
+    assignments = " ".join(f"{name}={value}" for name, value in variables.items())
+    call = f"{assignments} docker compose -f /root/compose.yml --profile {profile} {words}"
+    return lab.try_run(1, call, timeout)
+
+
+@pytest.mark.hosts
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     ("profile", "variables"), [("cpu", {}), ("gpu", {"TARGET": "/t", "DRAFTER": "/d"})]
 )
-def test_compose_itself_takes_the_file(profile, variables):
-    done = subprocess.run(
-        ["docker", "compose", "-f", FILE, "--profile", profile, "config", "--format", "json"],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **variables},
-    )
+def test_compose_itself_takes_the_file(composing, profile, variables):
+    done = compose(composing, profile, "config --format json", **variables)
     assert done.returncode == 0, done.stderr
-    assert [*json.loads(done.stdout)["services"]] == [profile]
+    assert "level=warning" not in done.stderr
+    read = json.loads(done.stdout)["services"]
+    assert [*read] == [profile]
+    ours = service(profile, **variables)
+    assert {k: v for k, v in read[profile]["environment"].items() if v is not None} == {
+        k: v for k, v in ours["environment"].items() if v is not None
+    }
+
+
+@pytest.mark.hosts
+@pytest.mark.engine
+@pytest.mark.timeout(2400)
+def test_compose_serves_the_demo_pair_and_stops_it_drained(composing):
+    up = compose(composing, "cpu", "up --detach", timeout=300)
+    assert up.returncode == 0, up.stderr
+    try:
+        text, seconds = wait_for_chat(lambda: composing.try_run(1, CURL, 300))
+        print(f"docker compose: answered {text!r} after {seconds:.0f} s")
+        name = compose(composing, "cpu", "ps --quiet").stdout.strip()
+        host = composing.inspect(name)["HostConfig"]
+        assert host["ReadonlyRootfs"] is True
+        assert host["CapDrop"] == ["ALL"]
+        assert compose(composing, "cpu", "stop", timeout=200).returncode == 0
+        assert composing.inspect(name)["State"]["ExitCode"] == 0
+    finally:
+        down = compose(composing, "cpu", "down --volumes", timeout=200)
+    assert down.returncode == 0, down.stderr
+    assert composing.run(1, "docker ps --all --quiet") == ""
+
+
+@pytest.mark.hosts
+@pytest.mark.timeout(2400)
+def test_a_model_folder_that_is_not_named_ends_compose_with_what_is_missing(composing):
+    """The image is not there either: a tag of the other one stands in for it."""
+    composing.run(1, "docker tag ddtree-vllm:cpu ddtree-vllm:gpu")
+    try:
+        done = compose(composing, "gpu", "up --detach", timeout=300)
+        assert done.returncode != 0
+        assert "TARGET-is-not-set" in done.stdout + done.stderr
+    finally:
+        compose(composing, "gpu", "down --volumes", timeout=200)
+        composing.run(1, "docker image rm ddtree-vllm:gpu")

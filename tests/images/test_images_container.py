@@ -100,3 +100,18 @@ def test_any_user_serves_and_a_stop_drains(loaded):
         assert "no speculation" in logs
     finally:
         lab.try_run(1, "docker rm --force --volumes any")
+
+
+def test_the_smoke_test_takes_its_servers_from_the_image(loaded):
+    """What `make smoke SMOKE_TARGET=image` calls, on the host that has Docker and the image."""
+    packages = ROOT / ".venv/lib/python3.11/site-packages"
+    done = loaded.try_run(
+        1,
+        f"cd {ROOT} && PYTHONPATH={packages} PYTHONDONTWRITEBYTECODE=1 python3 -m ddtree_vllm.smoke "
+        f"--server image --output /root/smoke --ready-timeout {READY_S}",
+        2000,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "smoke: passed, every token the same" in done.stdout
+    assert loaded.run(1, "docker ps --all --quiet") == ""

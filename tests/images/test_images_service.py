@@ -174,7 +174,6 @@ def test_an_upgrade_and_its_way_back_break_no_stream(deployment):
     print(seen, errors)
     assert seen["broken"] == []
     assert seen["finished"] >= 3
-    # vLLM logs a traceback for each request that it turns away: too much to carry over.
     drained = (
         f"journalctl --unit={UNIT} --output=cat | grep -c 'SIGTERM: requests in flight have 240 s'"
     )
