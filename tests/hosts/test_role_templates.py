@@ -172,6 +172,36 @@ def test_gpus_given_by_index_have_to_be_the_planned_ones(render):
     assert "--indices" not in words(container, "DDTREE_WAIT")
 
 
+def preflight_of(name):
+    """The task that asks a role to refuse its variables."""
+    return [{"ansible.builtin.include_tasks": str(ROOT / f"roles/{name}/tasks/preflight.yml")}]
+
+
+@pytest.mark.parametrize(
+    ("role", "variables", "sentence"),
+    [
+        ("health", {"health_prompt": "It's"}, "must not hold a single quote"),
+        ("health", {"health_expect": "'"}, "must not hold a single quote"),
+        ("vllm_service", {"vllm_service_served_name": "it's"}, "must not hold a single quote"),
+        ("vllm_service", {"vllm_service_model": "/srv/a\nb"}, "must not hold a single quote"),
+    ],
+)
+def test_what_systemd_would_take_apart_is_refused(tmp_path, role, variables, sentence):
+    """A quote ends the quotes that a value stands in: the engine would be asked something else."""
+    done = play(tmp_path / "play", preflight_of(role), variables)
+    assert (done.returncode, sentence in done.stdout) == (2, True), done.stdout + done.stderr
+
+
+def test_a_question_of_several_lines_is_asked_as_it_is(tmp_path, render):
+    question = {"health_prompt": 'def f("x"):\n    return \\', "health_expect": "a b"}
+    done = play(tmp_path / "preflight", preflight_of("health"), question)
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = render("health.env.j2", **question)
+    arguments = shlex.split(re.search(r"^DDTREE_HEALTH_ARGS='(.*)'$", text, re.M | re.S)[1])
+    assert option(arguments, "--prompt") == question["health_prompt"]
+    assert option(arguments, "--expect") == "a b"
+
+
 @pytest.fixture
 def stand_in():
     """A server of the hosts' stand-in for vLLM that asks for a key; its port."""
