@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,25 +22,30 @@ def run_command(command: Sequence[str], timeout_s: float = 30.0) -> str:
     """
     name = command[0]
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             list(command),
-            check=False,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=timeout_s,
             stdin=subprocess.DEVNULL,
         )
     except FileNotFoundError:
         raise HealthError(f"{name} is not on this host") from None
-    except subprocess.TimeoutExpired:
-        raise HealthError(f"{name} did not answer within {timeout_s:g} s") from None
     except OSError as error:
         raise HealthError(f"{name} cannot be run: {error}") from None
-    if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[0]
-        raise HealthError(f"{name} failed with exit status {done.returncode}: {said}")
-    return done.stdout
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        # Not waited for to the end: what hangs in a driver is not ended by SIGKILL either.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+        raise HealthError(f"{name} did not answer within {timeout_s:g} s") from None
+    if process.returncode != 0:
+        said = (err.strip() or out.strip() or "nothing").splitlines()[0]
+        raise HealthError(f"{name} failed with exit status {process.returncode}: {said}")
+    return out
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -44,24 +45,28 @@ Run = Callable[[Sequence[str], float], Done]
 def run_command(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Done:
     """Runs a command; its standard error counts as output."""
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             list(command),
-            check=False,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
             errors="replace",
-            timeout=timeout_s,
             env={**os.environ, "LC_ALL": "C"},
         )
     except FileNotFoundError:
         return Done(None, "")
-    except subprocess.TimeoutExpired:
-        return Done(-1, "")
     except OSError as error:
         return Done(126, str(error))
-    return Done(done.returncode, done.stdout)
+    try:
+        out, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        # Not waited for to the end: what hangs in a driver is not ended by SIGKILL either.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+        return Done(-1, "")
+    return Done(process.returncode, out)
 
 
 class Host:

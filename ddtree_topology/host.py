@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import subprocess
@@ -48,13 +49,12 @@ def run_command(command: Sequence[str]) -> str:
         TopologyError: it is missing, fails or takes more than a minute.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             list(command),
-            check=False,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=_TIMEOUT_S,
             stdin=subprocess.DEVNULL,
             env={**os.environ, "LC_ALL": "C"},
         )
@@ -62,18 +62,24 @@ def run_command(command: Sequence[str]) -> str:
         raise TopologyError(
             f"{command[0]} is not on this host: install the NVIDIA driver, or ask for cpu_only"
         ) from None
+    except OSError as error:
+        raise TopologyError(f"`{' '.join(command)}` cannot be run: {error}") from None
+    try:
+        out, err = process.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
+        process.kill()
+        # Not waited for to the end: what hangs in a driver is not ended by SIGKILL either.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1)
         raise TopologyError(
             f"`{' '.join(command)}` did not answer within {_TIMEOUT_S} s: the driver hangs"
         ) from None
-    except OSError as error:
-        raise TopologyError(f"`{' '.join(command)}` cannot be run: {error}") from None
-    if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+    if process.returncode != 0:
+        said = (err.strip() or out.strip() or "nothing").splitlines()[-1]
         raise TopologyError(
-            f"`{' '.join(command)}` failed with exit status {done.returncode}: {said}"
+            f"`{' '.join(command)}` failed with exit status {process.returncode}: {said}"
         )
-    return done.stdout
+    return out
 
 
 def read_host(

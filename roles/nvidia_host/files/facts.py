@@ -4,6 +4,7 @@
 Usage: python3 facts.py CONFIG_DIR [SYSCTL...]
 """
 
+import contextlib
 import glob
 import json
 import re
@@ -25,14 +26,20 @@ TIMEOUT_S = 60  # a wedged driver blocks nvidia-smi for ever
 def ask(*command):
     """Exit status and output; 127 if there is no such program."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
     except FileNotFoundError:
         return 127, f"{command[0]} is not there"
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
+        process.kill()
+        # Not waited for to the end: what hangs in a driver is not ended by SIGKILL either.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1)
         return 124, f"{command[0]} did not answer within {TIMEOUT_S} s"
-    return done.returncode, (done.stdout or done.stderr).strip()
+    return process.returncode, (out or err).strip()
 
 
 def query(fields):
