@@ -11,7 +11,9 @@ from .host import Host
 from .report import Finding, passed, refuse, warn
 from .request import Request
 
-_QUERY = ("index", "uuid", "memory.free", "persistence_mode", "compute_mode")
+_QUERY = ("index", "uuid", "memory.free", "persistence_mode", "compute_mode", "compute_cap", "name")
+CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "12.0")
+"""Compute capabilities that the engine serves on; it refuses others at its start."""
 # Text of `nvidia-smi -q` -> faults of each GPU by bus address.
 Faults = Callable[[str], dict[str, list[str]]]
 
@@ -31,6 +33,7 @@ def check_gpus(host: Host, request: Request, faults: Faults | None = None) -> It
         yield refuse("gpus", f"nvidia-smi lists no GPU ({asked.said}): does `lspci` show one?")
         return
     yield from _memory(host, request, rows)
+    yield from _capability(rows)
     for row in rows:
         if row["compute_mode"] == "Prohibited":
             yield refuse(
@@ -54,6 +57,18 @@ def check_gpus(host: Host, request: Request, faults: Faults | None = None) -> It
                     continue  # the fabric's own check knows whether its manager is yet to start
                 yield refuse("gpus", f"GPU {bus}: {sentence}")
     yield passed("gpus", f"{len(rows)} GPUs")
+
+
+def _capability(rows: list[dict[str, str]]) -> Iterator[Finding]:
+    """Beside a GPU that serves, another may drive a screen: the plan leaves it out."""
+    strange = [row for row in rows if row["compute_cap"] not in CAPABILITIES]
+    say = refuse if len(strange) == len(rows) else warn
+    for row in strange:
+        yield say(
+            "gpus",
+            f"GPU {row['index']}, {row['name']}, has compute capability {row['compute_cap']}: "
+            f"draft trees run on {', '.join(CAPABILITIES[:-1])} and {CAPABILITIES[-1]}",
+        )
 
 
 def _memory(host: Host, request: Request, rows: list[dict[str, str]]) -> Iterator[Finding]:

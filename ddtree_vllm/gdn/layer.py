@@ -18,6 +18,8 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from ddtree_vllm.attention.metadata import TREE_ATTRIBUTE
@@ -25,6 +27,7 @@ from ddtree_vllm.config import uses_trees
 from ddtree_vllm.engine.active import is_active
 from ddtree_vllm.gdn.commit import StateTable, commit_paths
 from ddtree_vllm.gdn.conv import causal_conv, tree_causal_conv
+from ddtree_vllm.gdn.projection import share_weight
 from ddtree_vllm.gdn.recurrent import run_sequences
 from ddtree_vllm.gdn.stash import Stash
 from ddtree_vllm.gdn.verify import verify_tree
@@ -55,6 +58,9 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         self.verification: TreeVerification | None = None
         self.layer_number = -1
         self.state_group = -1
+        # Of both products that read the layer's input. No parameter: a checkpoint names their own.
+        self.in_proj: torch.Tensor | None
+        self.register_buffer("in_proj", None, persistent=False)
         if not self.verifies_trees:
             return
         if gqa_interleaved_layout:
@@ -66,6 +72,13 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         # the fused kernel, which expects them, stays out.
         self.num_spec = 0
         self.enable_fused_gdn_spec_decode = False
+        # Without a GPU vLLM packs each weight for itself; LoRA wraps each of the two.
+        if (
+            current_platform.is_cuda()
+            and vllm_config.lora_config is None
+            and not self.disable_tp_for_ba_proj
+        ):
+            self.in_proj = share_weight((self.in_proj_qkvz, self.in_proj_ba))
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
@@ -76,11 +89,7 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not self.serves_all_rows:
             return super().forward_cpu(hidden_states)
-        mixed_qkvz, _ = self.in_proj_qkvz(hidden_states)
-        ba, _ = self.in_proj_ba(hidden_states)
-        qkv_size = (2 * self.key_dim + self.value_dim) // self.tp_size
-        mixed_qkv, z = mixed_qkvz.split([qkv_size, self.value_dim // self.tp_size], dim=-1)
-        b, a = self.split_ba(ba)
+        mixed_qkv, z, b, a = self._project(hidden_states)
         num_v_heads = self.num_v_heads // self.tp_size
         out = torch.zeros(
             (hidden_states.shape[0], num_v_heads, self.head_v_dim),
@@ -93,6 +102,42 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             self._serve_linear_rows(mixed_qkv, b, a, out, metadata)
         return self._output_projection(out, z.reshape(z.shape[0], -1, self.head_v_dim))
 
+    def forward_cuda(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.in_proj is None:
+            return super().forward_cuda(hidden_states)
+        mixed_qkv, z, b, a = self._project(hidden_states)
+        z = z.reshape(z.shape[0], -1, self.head_v_dim)
+        # Padding has no tree, and what is never written must not be a NaN.
+        out = torch.zeros_like(z, memory_format=torch.contiguous_format)
+        torch.ops.vllm.qwen_gdn_attention_core(
+            mixed_qkv, b, a, out, layer_name=_encode_layer_name(self.prefix)
+        )
+        return self._output_projection(out, z)
+
+    def _project(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v; the output gate; the gates b and a. Views, channels contiguous.
+
+        Args:
+            hidden_states: ``[T, H]``.
+
+        Returns:
+            ``[T, 2 Hk K + Hv V]``, ``[T, Hv V]``, ``[T, Hv]`` and ``[T, Hv]``.
+        """
+        qkv_size = (2 * self.key_dim + self.value_dim) // self.tp_size
+        z_size = self.value_dim // self.tp_size
+        if self.in_proj is not None:
+            num_v_heads = self.num_v_heads // self.tp_size
+            merged = torch.nn.functional.linear(hidden_states, self.in_proj)
+            used = merged[..., : qkv_size + z_size + 2 * num_v_heads]
+            return used.split([qkv_size, z_size, num_v_heads, num_v_heads], dim=-1)
+        mixed_qkvz, _ = self.in_proj_qkvz(hidden_states)
+        ba, _ = self.in_proj_ba(hidden_states)
+        mixed_qkv, z = mixed_qkvz.split([qkv_size, z_size], dim=-1)
+        b, a = self.split_ba(ba)
+        return mixed_qkv, z, b, a
+
     def _forward_core(
         self,
         mixed_qkv: torch.Tensor,
@@ -102,7 +147,8 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     ) -> None:
         metadata = self._metadata() if self.verifies_trees else None
         if metadata is None or metadata.spec_sequence_masks is None:
-            return super()._forward_core(mixed_qkv, b, a, core_attn_out)
+            # vLLM's kernels take the gates' rows to be contiguous, as its own layer makes them.
+            return super()._forward_core(mixed_qkv, b.contiguous(), a.contiguous(), core_attn_out)
         self._verify_trees(mixed_qkv, b, a, core_attn_out, metadata)
         if metadata.num_prefills > 0:
             self._stock_linear_rows(mixed_qkv, b, a, core_attn_out, metadata)

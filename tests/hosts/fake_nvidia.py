@@ -44,6 +44,7 @@ class Machine:
     name: str
     memory_mib: int
     power_w: tuple[int, int]
+    compute_cap: str
     nvswitch: bool = False
 
     @property
@@ -59,6 +60,7 @@ class Machine:
                 "uuid": f"GPU-{index:08x}-0000-4000-8000-{self.memory_mib:012d}",
                 "memory_mib": self.memory_mib,
                 "pci_bus_id": f"00000000:{0x10 + index:02X}:00.0",
+                "compute_cap": self.compute_cap,
                 "power_min_w": self.power_w[0],
                 "power_max_w": self.power_w[1],
             }
@@ -67,13 +69,14 @@ class Machine:
 
 
 NVSWITCH = Machine(
-    "01-8x-hopper-sxm-nvswitch-nonic.txt", "NVIDIA H200", 143771, (200, 700), nvswitch=True
+    "01-8x-hopper-sxm-nvswitch-nonic.txt", "NVIDIA H200", 143771, (200, 700), "9.0", nvswitch=True
 )
 PCIE_PAIRS = Machine(
     "03-8x-rtxpro6000-broadcom-switch-pairs-ansi.txt",
     "NVIDIA RTX PRO 6000 Blackwell Server Edition",
     97887,
     (150, 600),
+    "12.0",
 )
 
 

@@ -35,7 +35,11 @@ class FakeHost(Host):
             "nvidia-smi -L": Done(0, "GPU 0: NVIDIA H200 (UUID: GPU-0)\n"),
             "nvidia-smi --query-gpu=index,fabric.state": Done(0, "0, N/A\n"),
             GPU_QUERY: Done(
-                0, "".join(f"{i}, GPU-{i}, 143000, Enabled, Default\n" for i in range(gpus))
+                0,
+                "".join(
+                    f"{i}, GPU-{i}, 143000, Enabled, Default, 9.0, NVIDIA H200\n"
+                    for i in range(gpus)
+                ),
             ),
             "nvidia-smi --query-compute-apps": Done(0, ""),
             "nvidia-smi -q": Done(0, ""),

@@ -13,7 +13,7 @@ import time
 import pytest
 from fake_host import CUDA, GPU_QUERY, FakeHost
 
-from ddtree_preflight import checks, driver
+from ddtree_preflight import checks, driver, gpus
 from ddtree_preflight.host import Done, Host, run_command
 from ddtree_preflight.request import Request, request_from
 
@@ -371,7 +371,7 @@ def test_packages_that_unattended_upgrades_may_replace_are_worth_a_warning(host)
 
 
 def test_memory_that_a_killed_server_left_in_use_is_refused(host):
-    host.answers[GPU_QUERY] = Done(0, "0, GPU-0, 9000, Enabled, Default\n")
+    host.answers[GPU_QUERY] = Done(0, "0, GPU-0, 9000, Enabled, Default, 9.0, NVIDIA H200\n")
     assert (
         "GPU 0 has 9000 MiB free of 120000 needed" in sentences(host, gpu_free_mib=120000)["gpus"]
     )
@@ -390,9 +390,38 @@ def test_no_gpu_is_refused(host):
 
 
 def test_a_gpu_that_lets_nobody_compute_is_refused(host):
-    host.answers[GPU_QUERY] = Done(0, "0, GPU-0, 143000, Disabled, Prohibited\n")
+    host.answers[GPU_QUERY] = Done(0, "0, GPU-0, 143000, Disabled, Prohibited, 9.0, NVIDIA H200\n")
     assert "nvidia-smi -i 0 -c DEFAULT" in sentences(host)["gpus"]
     assert "persistence mode is off on GPU 0" in sentences(host, "warn")["gpus"]
+
+
+@pytest.mark.parametrize("capability", ["7.5", "10.0", "[N/A]"])
+def test_a_gpu_that_the_engine_would_refuse_is_refused_before_anything_is_installed(
+    host, capability
+):
+    host.answers[GPU_QUERY] = Done(
+        0, f"0, GPU-0, 143000, Enabled, Default, {capability}, NVIDIA X\n"
+    )
+    said = sentences(host)["gpus"]
+    assert said.startswith(
+        f"GPU 0, NVIDIA X, has compute capability {capability}: draft trees run on"
+    )
+
+
+def test_a_gpu_for_a_screen_beside_one_that_serves_only_warns(host):
+    rows = "0, GPU-0, 143000, Enabled, Default, 9.0, NVIDIA H200\n"
+    rows += "1, GPU-1, 3900, Enabled, Default, 7.5, NVIDIA T400\n"
+    host.answers[GPU_QUERY] = Done(0, rows)
+    assert "gpus" not in sentences(host)
+    assert "GPU 1, NVIDIA T400, has compute capability 7.5" in sentences(host, "warn")["gpus"]
+
+
+@pytest.mark.parametrize("capability", gpus.CAPABILITIES)
+def test_a_gpu_that_the_engine_serves_on_is_not_refused(host, capability):
+    host.answers[GPU_QUERY] = Done(
+        0, f"0, GPU-0, 143000, Enabled, Default, {capability}, NVIDIA X\n"
+    )
+    assert "gpus" not in sentences(host)
 
 
 def test_faults_that_the_health_checks_know_are_refused(host):
