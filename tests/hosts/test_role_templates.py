@@ -39,7 +39,7 @@ def play(folder, tasks, variables):
             link.parent.mkdir(exist_ok=True)
             if not link.exists():
                 link.symlink_to(file)
-    roles = [ROOT / "roles" / role for role in ("vllm_service", "health")]
+    roles = [ROOT / "roles" / role for role in ("vllm_service", "health", "model_store")]
     book = {
         "hosts": "localhost",
         "connection": "local",
@@ -57,7 +57,12 @@ def play(folder, tasks, variables):
         text=True,
         check=False,
         timeout=100,
-        env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_HOME": str(folder / "home")},
+        env={
+            **os.environ,
+            "ANSIBLE_NOCOLOR": "1",
+            "ANSIBLE_HOME": str(folder / "home"),
+            "ANSIBLE_LIBRARY": str(ROOT / "roles/model_store/library"),
+        },
     )
 
 
@@ -190,6 +195,20 @@ def test_what_systemd_would_take_apart_is_refused(tmp_path, role, variables, sen
     """A quote ends the quotes that a value stands in: the engine would be asked something else."""
     done = play(tmp_path / "play", preflight_of(role), variables)
     assert (done.returncode, sentence in done.stdout) == (2, True), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("version", "status"), [(249, 2), (250, 0)])
+def test_an_encrypted_token_is_refused_where_systemd_cannot_read_it(
+    tmp_path, monkeypatch, version, status
+):
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f"#!/bin/sh\necho 'systemd {version} ({version}.1-1)'\n")
+    systemctl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    given = {"model_store_token_file": "/etc/hf.cred"}
+    done = play(tmp_path / "play", preflight_of("model_store"), given)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert ("and this host has systemd 249 (249.1-1)" in done.stdout) == (status == 2)
 
 
 def test_a_question_of_several_lines_is_asked_as_it_is(tmp_path, render):
