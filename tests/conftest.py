@@ -106,7 +106,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out["marked two_gpus: one NVIDIA GPU on this machine; run it on two"] += 1
             drop.append(item)
         elif item.get_closest_marker("hosts") and not config.getoption("--hosts"):
-            left_out["marked hosts: run `make test-hosts`"] += 1
+            target = "test-images" if item.path.parent.name == "images" else "test-hosts"
+            left_out[f"marked hosts: run `make {target}`"] += 1
             drop.append(item)
         elif item.get_closest_marker("ansible") and not _has_ansible():
             left_out["marked ansible: no ansible-playbook; run `make ansible`"] += 1
