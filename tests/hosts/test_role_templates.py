@@ -197,13 +197,54 @@ def test_what_systemd_would_take_apart_is_refused(tmp_path, role, variables, sen
     assert (done.returncode, sentence in done.stdout) == (2, True), done.stdout + done.stderr
 
 
+def program(folder, name, text):
+    """A stand-in for a program of the host."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("state", "status"), [("inactive", 2), ("failed", 2), ("active", 0), ("activating", 0)]
+)
+def test_a_taken_port_is_refused_unless_the_instance_itself_has_it(
+    tmp_path, monkeypatch, state, status
+):
+    program(tmp_path, "ss", "echo 'LISTEN 0 5 0.0.0.0:8000 users:((\"other\",pid=7,fd=3))'")
+    program(tmp_path, "systemctl", f"echo {state}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    done = play(tmp_path / "play", preflight_of("vllm_service"), {})
+    assert done.returncode == status, done.stdout + done.stderr
+    assert ("Port 8000 is taken: LISTEN" in done.stdout) == (status == 2)
+
+
+def test_a_container_whose_gpus_have_no_uuid_is_refused(tmp_path):
+    """As planned from a matrix alone: Docker would be asked for no GPU."""
+    given = {
+        "gpu_topology_plan": {"groups": [{**PAIR, "uuids": []}]},
+        "vllm_service_mode": "container",
+        "vllm_service_image": "any",
+    }
+    done = play(tmp_path / "play", preflight_of("vllm_service"), given)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert (
+        "Instance 0 is planned on GPU 2, 3, and container mode chooses GPUs by UUID" in done.stdout
+    )
+
+
+def test_a_container_that_was_left_goes_before_its_port_is_waited_for(render):
+    unit = render(
+        "ddtree-vllm@.service.j2", vllm_service_mode="container", vllm_service_image="any"
+    )
+    before = re.findall(r"^ExecStartPre=.*$", unit, re.MULTILINE)
+    assert [line.split()[1] for line in before] == ["rm", "wait-free"]
+
+
 @pytest.mark.parametrize(("version", "status"), [(249, 2), (250, 0)])
 def test_an_encrypted_token_is_refused_where_systemd_cannot_read_it(
     tmp_path, monkeypatch, version, status
 ):
-    systemctl = tmp_path / "systemctl"
-    systemctl.write_text(f"#!/bin/sh\necho 'systemd {version} ({version}.1-1)'\n")
-    systemctl.chmod(0o755)
+    program(tmp_path, "systemctl", f"echo 'systemd {version} ({version}.1-1)'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     given = {"model_store_token_file": "/etc/hf.cred"}
     done = play(tmp_path / "play", preflight_of("model_store"), given)
