@@ -24,6 +24,7 @@ CHECKS: tuple[Check, ...] = (
     system.check_clock,
     system.check_packages,
     ports.check_ports,
+    service.check_venv,
     service.check_checkpoints,
     service.check_image,
     driver.check_driver,

@@ -13,6 +13,31 @@ from .request import Request
 _HIDDEN = ("/home", "/root", "/run/user")
 
 
+def _is_hidden(path: str) -> bool:
+    return any(path.startswith(f"{top}/") for top in _HIDDEN)
+
+
+def check_venv(host: Host, request: Request) -> Iterator[Finding]:
+    """The venv, and the interpreter that it is a link to, seen from the unit.
+
+    `ddtree-vllm doctor` runs as root and sees both wherever they are.
+    """
+    if request.mode != "native":
+        return
+    if request.installs_venv:
+        program = "import os, sys; print(os.path.realpath(sys.executable))"
+        python, name = host.run(request.python, "-c", program).said, "vllm_service_python"
+    else:
+        python, name = host.target(f"{request.venv}/bin/python"), "the Python of vllm_service_venv"
+    for path, what in ((request.venv, "vllm_service_venv"), (python, name)):
+        if _is_hidden(path):
+            yield refuse(
+                "python",
+                f"{what} is {path}, which the service does not see (its unit has ProtectHome=yes): "
+                "name one elsewhere, such as below /opt",
+            )
+
+
 def check_checkpoints(host: Host, request: Request) -> Iterator[Finding]:
     for item in request.checkpoints:
         path, what = str(item["path"]), str(item["what"])
@@ -22,7 +47,7 @@ def check_checkpoints(host: Host, request: Request) -> Iterator[Finding]:
                 f"{what} is {path}: the service asks no hub, so it has to be a folder of the host, "
                 "such as one that model_store_models brings",
             )
-        elif request.mode == "native" and any(path.startswith(f"{top}/") for top in _HIDDEN):
+        elif request.mode == "native" and _is_hidden(path):
             yield refuse(
                 "checkpoints",
                 f"{what} is {path}, which the service does not see (its unit has ProtectHome=yes): "
