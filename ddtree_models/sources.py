@@ -100,8 +100,15 @@ class _Web:
                 yield answer, _start(answer)
         except urllib.error.HTTPError as error:
             raise self._refusal(url, error.code) from None
-        # Python 3.9 does not yet call socket.timeout TimeoutError.
-        except (http.client.HTTPException, socket.timeout, ConnectionError) as error:  # noqa: UP041
+        # Python 3.9 does not yet call socket.timeout TimeoutError. Of TLS: a record that came damaged;
+        # a certificate that is not trusted comes as the reason of an URLError.
+        except (  # noqa: UP041
+            http.client.HTTPException,
+            socket.timeout,
+            TimeoutError,
+            ConnectionError,
+            ssl.SSLError,
+        ) as error:
             raise InterruptedTransfer(f"{_place(url)}: {error or type(error).__name__}") from None
         except urllib.error.URLError as error:
             if isinstance(error.reason, ssl.SSLCertVerificationError):

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models fetched over real HTTP, from a server with the file interface of Hugging Face."""
 
+import http.client
 import json
 import os
 import shutil
 import signal
+import ssl
 import stat
 import subprocess
 import sys
@@ -39,6 +41,20 @@ def bring(config, store, model, said):
         return Path(store.folder(model))
 
     return run
+
+
+def test_a_transfer_that_tls_breaks_off_is_continued(bring, origin, monkeypatch):
+    read1, broken = http.client.HTTPResponse.read1, []
+
+    def breaking(answer, amount=-1):
+        if not broken:
+            broken.append(answer)
+            raise ssl.SSLError("decryption failed or bad record mac")
+        return read1(answer, amount)
+
+    monkeypatch.setattr(http.client.HTTPResponse, "read1", breaking)
+    assert content(bring()) == origin.files
+    assert len(broken) == 1
 
 
 def content(folder):
