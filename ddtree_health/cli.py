@@ -127,7 +127,7 @@ def _parser() -> _Parser:
 
     free = commands.add_parser("wait-free", help="wait for a free port and free GPU memory")
     free.add_argument("--host", default="0.0.0.0", help="address that the server will bind")
-    free.add_argument("--port", type=int, default=0)
+    free.add_argument("--port", type=_port, default=0)
     free.add_argument("--gpus", type=_list, default=[], metavar="UUIDS", help="by comma")
     free.add_argument("--free-mib", type=int, default=0, help="on each GPU")
     free.add_argument(
@@ -154,6 +154,13 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port")
+    return value
+
+
 def _list(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
@@ -174,10 +181,13 @@ def _api_key(path: str) -> str:
     if not path:
         return ""
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read().strip()
+        with open(path, encoding="utf-8", errors="replace") as file:
+            key = file.read().strip()
     except OSError as error:
         raise HealthError(f"{path} cannot be read: {error.strerror}") from None
+    if not (key.isascii() and key.isprintable()):
+        raise HealthError(f"{path} holds no API key: one is a line of ASCII characters")
+    return key
 
 
 def _run_wait_ready(options: argparse.Namespace) -> int:

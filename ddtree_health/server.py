@@ -93,11 +93,11 @@ class Server:
     """
 
     def __init__(self, url: str, timeout_s: float = 10.0, api_key: str = "") -> None:
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError:
-            raise HealthError(f"{url} has no valid port") from None
+        except ValueError as error:
+            raise HealthError(f"{url} is no URL: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise HealthError(f"{url} is no HTTP URL, such as http://127.0.0.1:8000")
         self.url = url.rstrip("/")

@@ -116,7 +116,12 @@ def config_from(data: Mapping[str, Any]) -> Config:
     Raises:
         ModelsError: names the model and what is wrong with it.
     """
-    models = [_model(item, position) for position, item in enumerate(data.get("models", ()))]
+    if not isinstance(data, Mapping):
+        raise ModelsError("the settings are no mapping with a list of models")
+    listed = data.get("models", ())
+    if not isinstance(listed, (list, tuple)):
+        raise ModelsError("models is no list")
+    models = [_model(item, position) for position, item in enumerate(listed)]
     names = [model.name for model in models]
     for name in names:
         if names.count(name) > 1:
@@ -125,12 +130,19 @@ def config_from(data: Mapping[str, Any]) -> Config:
     unknown = options.keys() - {"folder", "state", "endpoint", "workers", "reserve_mib"}
     if unknown:
         raise ModelsError(f"unknown settings: {', '.join(sorted(unknown))}")
-    if int(options.get("workers", 1)) < 1:
-        raise ModelsError("workers has to be 1 or more")
+    for key, least in (("workers", 1), ("reserve_mib", 0)):
+        # As text too: what is given to Ansible on its command line is one.
+        value = str(options.get(key, least))
+        if not value.isdigit() or int(value) < least:
+            raise ModelsError(f"{key} has to be {least} or more, and a whole number")
+        if key in options:
+            options[key] = int(value)
     return Config(tuple(models), **options)
 
 
 def _model(item: Mapping[str, Any], position: int) -> Model:
+    if not isinstance(item, Mapping):
+        raise ModelsError(f"models[{position}] is no mapping with name, repo and the like")
     name = str(item.get("name", ""))
     what = f"model {name}" if name else f"models[{position}]"
     unknown = set(item) - _KEYS
@@ -140,6 +152,10 @@ def _model(item: Mapping[str, Any], position: int) -> Model:
         raise ModelsError(
             f"{what}: name is the name of a folder, of letters, digits, dots, dashes and underscores"
         )
+    exclude = item.get("exclude") or ()
+    # Of a text each character would be a pattern.
+    if not isinstance(exclude, (list, tuple)) or not all(isinstance(one, str) for one in exclude):
+        raise ModelsError(f"{what}: exclude is a list of patterns, such as ['*.bin']")
     given = [key for key in _SOURCES if item.get(key)]
     if len(given) != 1:
         raise ModelsError(
@@ -147,7 +163,7 @@ def _model(item: Mapping[str, Any], position: int) -> Model:
         )
     model = Model(
         name=name,
-        exclude=tuple(item.get("exclude") or ()),
+        exclude=tuple(exclude),
         **{
             key: str(item.get(key) or "")
             for key in ("repo", "revision", "url", "directory", "manifest_sha256")

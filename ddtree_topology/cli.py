@@ -131,6 +131,10 @@ def _add_request(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_plan(options: argparse.Namespace) -> int:
+    if options.picture and not options.picture.lower().endswith(".svg"):
+        raise TopologyError(
+            f"the picture is an SVG: name a file that ends in .svg, not {options.picture}"
+        )
     made = _plan(options)
     if options.picture:
         _write(options.picture, picture.svg(made))

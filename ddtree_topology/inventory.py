@@ -91,7 +91,7 @@ def _gpu_from(item: Mapping[str, Any], position: int) -> Gpu:
             cpus=cpulist.format_list(cpulist.parse(str(cpus))) if cpus else None,
             numa=tuple(sorted(nodes)) or None,
         )
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise TopologyError(f"gpus[{position}]: {error}") from None
 
 

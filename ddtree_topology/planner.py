@@ -85,10 +85,14 @@ def plan(
         TopologyError: no honest plan exists.
     """
     _check_request(tensor_parallel, objective, model_memory_mib, memory_utilization, p2p)
-    if not 1 <= first_port <= 65535 - MOST_GPUS:
-        raise TopologyError(f"first_port is 1 to {65535 - MOST_GPUS}, not {first_port}")
+    _check_port(first_port)
     warnings = list(matrix.warnings)
     gpus = _complete(matrix, gpus, warnings)
+    if peer_status is not None and len(peer_status) != matrix.count:
+        raise TopologyError(
+            f"the matrix shows {matrix.count} GPUs and the one of peer access {len(peer_status)}: "
+            "they are of different hosts, or of different days"
+        )
     why: list[str] = []
     excluded = _exclude(matrix, gpus, allow_degraded, warnings)
     members = [gpu for gpu in gpus if gpu.index not in excluded]
@@ -184,7 +188,11 @@ def plan_cpu(
 
     Args:
         cpus, nodes: CPUs and memory nodes that are online, as Linux lists.
+
+    Raises:
+        TopologyError: there is no such port.
     """
+    _check_port(first_port)
     group = {
         "instance": "0",
         "gpus": [],
@@ -213,6 +221,11 @@ def plan_cpu(
         "acs": [],
         "fingerprint": {"groups": [], "driver": "", "firmware": ""},
     }
+
+
+def _check_port(first_port: int) -> None:
+    if not 1 <= first_port <= 65535 - MOST_GPUS:
+        raise TopologyError(f"first_port is 1 to {65535 - MOST_GPUS}, not {first_port}")
 
 
 def _check_request(

@@ -60,7 +60,12 @@ def probe(
         TopologyError: the plan has no GPU to probe, `python` cannot be run or has no torch, or the
             GPUs are not free. None of these says anything of the links.
     """
-    groups = [group for group in plan.get("groups", []) if group.get("gpus")]
+    listed = plan.get("groups", [])
+    if not isinstance(listed, list) or not all(_is_group(group) for group in listed):
+        raise TopologyError(
+            "what is to be probed is no plan: `ddtree-topology plan --json` makes one"
+        )
+    groups = [group for group in listed if group.get("gpus")]
     if not groups:
         raise TopologyError("the plan has no group with GPUs: there is nothing to probe")
     command = [python, rank_program, "--backend", backend]
@@ -96,6 +101,11 @@ def probe(
             for number, group in enumerate(groups)
         ],
     }
+
+
+def _is_group(group: Any) -> bool:
+    parts = (group.get(part, []) for part in ("gpus", "uuids")) if isinstance(group, dict) else [0]
+    return all(isinstance(part, list) for part in parts)
 
 
 def _all_passed(results: Sequence[Mapping[str, Any]]) -> bool:

@@ -261,12 +261,17 @@ def test_without_a_judgement_nothing_is_killed(systemd, tmp_path, capsys):
         ["--stall-after", "soon"],
         ["--stall-after", "-1"],
         ["--api-key-file", "/nonexistent"],
+        ["--api-key-file", "{binary}"],
+        ["--url", "http://[::1"],
         ["wait-free", "--port", "x"],
+        ["wait-free", "--port", "65536", "--timeout", "0"],
     ],
 )
-def test_a_wrong_call_does_not_look_like_a_hung_engine(arguments, capsys):
+def test_a_wrong_call_does_not_look_like_a_hung_engine(arguments, capsys, tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\n")
+    known = {"{binary}": str(tmp_path / "binary")}
     try:
-        status = cli.main(arguments)
+        status = cli.main([known.get(word, word) for word in arguments])
     except SystemExit as error:
         status = error.code
     assert status == 64

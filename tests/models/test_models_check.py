@@ -250,12 +250,36 @@ COMMIT = "6a9e13bd6fc8f0983b9b99948120bc37f49c13e9"
         ({"name": "a", "directory": "/d", "revision": COMMIT}, "revision belongs to repo"),
         ({"name": "a", "directory": "/d", "manifest_sha256": "x"}, "is not a SHA-256 digest"),
         ({"name": "a", "directory": "/d", "token": "x"}, "has unknown keys: token"),
+        ({"name": "a", "directory": "/d", "exclude": "*.bin"}, "exclude is a list of patterns"),
+        ({"name": "a", "directory": "/d", "exclude": [5]}, "exclude is a list of patterns"),
+        ("a", "models[0] is no mapping"),
     ],
 )
 def test_a_model_that_cannot_be_had_is_refused_in_a_sentence(item, words):
     with pytest.raises(ModelsError) as refused:
         wanted.config_from({"models": [item]})
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], "the settings are no mapping"),
+        ({"models": 5}, "models is no list"),
+        ({"workers": 0}, "workers has to be 1 or more"),
+        ({"workers": "x"}, "workers has to be 1 or more"),
+        ({"reserve_mib": -1}, "reserve_mib has to be 0 or more"),
+        ({"speed": 1}, "unknown settings: speed"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused_in_a_sentence(settings, words):
+    with pytest.raises(ModelsError, match=words):
+        wanted.config_from(settings)
+
+
+def test_numbers_of_a_command_line_are_numbers():
+    config = wanted.config_from({"workers": "4", "reserve_mib": "16"})
+    assert (config.workers, config.reserve_mib) == (4, 16)
 
 
 def test_two_models_of_one_name_are_refused():

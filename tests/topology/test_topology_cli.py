@@ -78,13 +78,38 @@ def test_picture_prints_a_table_and_writes_an_svg(capsys, tmp_path, monkeypatch)
         (["--matrix", "{06}", "--gpus", "{06}"], "is not JSON"),
         (["--matrix", "{06}", "--verdict", "[]"], "is not a JSON object"),
         (["--matrix", "{06}", "--picture", "/no/such/folder/a.svg"], "cannot be written"),
+        (["--matrix", "{06}", "--picture", "a.png"], "name a file that ends in .svg, not a.png"),
+        (["--matrix", "{06}", "--gpus", "[null]"], "gpus[0]: int() argument must be"),
+        (["--matrix", "{06}", "--p2p-matrix", "{4}"], "2 GPUs and the one of peer access 4"),
+        (["--cpu-only", "--first-port", "70000"], "first_port is 1 to"),
     ],
 )
 def test_unusable_files_are_refused(arguments, words, capsys, tmp_path):
     (tmp_path / "list").write_text("[]")
-    known = {"{06}": str(machines.path("06")), "[]": str(tmp_path / "list")}
+    (tmp_path / "null").write_text('[{"index": null}, {"numa": [null]}]')
+    names = [f"GPU{i}" for i in range(4)]
+    rows = ["\t".join(["", *names])]
+    rows += [
+        "\t".join([name, *("X" if name == other else "OK" for other in names)]) for name in names
+    ]
+    (tmp_path / "four").write_text("\n".join(rows) + "\n")
+    known = {
+        "{06}": str(machines.path("06")),
+        "[]": str(tmp_path / "list"),
+        "[null]": str(tmp_path / "null"),
+        "{4}": str(tmp_path / "four"),
+    }
     assert main(["plan", *(known.get(word, word) for word in arguments)]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "plan", [{"groups": 5}, {"groups": [5]}, {"groups": [{"gpus": 5}]}, {"groups": [{"uuids": ""}]}]
+)
+def test_what_is_no_plan_is_not_probed(plan, capsys, tmp_path):
+    (tmp_path / "plan").write_text(json.dumps(plan))
+    assert main(["probe", "--plan", str(tmp_path / "plan")]) == 2
+    assert "what is to be probed is no plan" in capsys.readouterr().err
 
 
 def test_a_host_without_nvidia_smi_is_refused_unless_cpu_only(capsys, monkeypatch, tmp_path):
