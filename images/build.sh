@@ -127,7 +127,8 @@ if [ -n "${ARCHIVE:-}" ]; then
   rm -f "$ARCHIVE"
   case "$engine" in
     docker) docker save --output "$ARCHIVE" "$tag" "$versioned" ;;
-    podman) podman save --multi-image-archive --output "$ARCHIVE" "$tag" "$versioned" ;;
+    # By name: what podman saves is called localhost/..., and Docker would load it as that.
+    podman) podman push --quiet "$tag" "docker-archive:$ARCHIVE:$versioned" ;;
     buildah) buildah push --quiet --disable-compression "$tag" "docker-archive:$ARCHIVE:$versioned" ;;
   esac
   cp "$sbom" "${ARCHIVE%.tar}.cdx.json"
