@@ -48,6 +48,7 @@ class DrainMiddleware:
             self._watch(getattr(scope["app"].state, "engine_client", None))
         elif scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             if self.draining:
+                await _read_body(receive)
                 await _turn_away(send)
             else:
                 await self._pass_on(scope, receive, send)
@@ -81,6 +82,14 @@ class DrainMiddleware:
                 await send(message)
 
         await self.app(scope, receive, send_unless_overtaken)
+
+
+async def _read_body(receive: Receive) -> None:
+    """To its end: a connection closed with something unread is reset, and its answer may be lost."""
+    while True:
+        message = await receive()
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return
 
 
 async def _turn_away(send: Send) -> None:

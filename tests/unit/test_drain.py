@@ -2,6 +2,8 @@
 """The middleware in a real ASGI application; the engine client is a stand-in. The real server drains
 in tests/engine/test_drain.py."""
 
+import asyncio
+
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
@@ -74,6 +76,39 @@ def test_a_server_that_does_not_drain_answers_as_it_would_alone(client, status):
 def test_new_work_is_turned_away_during_a_drain(client):
     client.engine.shutdown(timeout=60)
     assert is_turned_away(chat(client))
+
+
+def test_a_request_is_read_to_its_end_before_it_is_turned_away():
+    """Its sender would find the connection reset, and might never see the answer."""
+    parts = [
+        {"type": "http.request", "body": b"{", "more_body": True},
+        {"type": "http.request", "body": b"}", "more_body": False},
+    ]
+    sent = []
+
+    async def receive():
+        return parts.pop(0)
+
+    async def send(message):
+        assert parts == [], "answered before the end"
+        sent.append(message["type"])
+
+    middleware = drain.DrainMiddleware(app=None)
+    middleware.draining = True
+    asyncio.run(middleware({"type": "http", "method": "POST"}, receive, send))
+    assert sent == ["http.response.start", "http.response.body"]
+
+
+def test_a_client_that_left_is_not_waited_for():
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    middleware = drain.DrainMiddleware(app=None)
+    middleware.draining = True
+    asyncio.run(middleware({"type": "http", "method": "POST"}, receive, send))
 
 
 def test_what_only_reads_is_answered_during_a_drain(client):
