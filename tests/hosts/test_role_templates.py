@@ -30,7 +30,7 @@ PAIR = {
 }
 
 
-def play(folder, tasks, variables):
+def play(folder, tasks, variables, *arguments):
     """Runs tasks on this machine as the roles would; returns the finished process."""
     folder.mkdir(exist_ok=True)
     for role in ("vllm_service", "health"):
@@ -39,7 +39,8 @@ def play(folder, tasks, variables):
             link.parent.mkdir(exist_ok=True)
             if not link.exists():
                 link.symlink_to(file)
-    roles = [ROOT / "roles" / role for role in ("vllm_service", "health", "model_store")]
+    names = ("vllm_service", "health", "model_store", "container_runtime")
+    roles = [ROOT / "roles" / role for role in names]
     book = {
         "hosts": "localhost",
         "connection": "local",
@@ -52,7 +53,10 @@ def play(folder, tasks, variables):
     (folder / "play.yml").write_text(json.dumps([book]))
     given = {"gpu_topology_plan": {"groups": [PAIR]}, **variables}
     return subprocess.run(
-        [find_playbook(), "-i", "localhost,", "-e", json.dumps(given), str(folder / "play.yml")],
+        [
+            *(find_playbook(), "-i", "localhost,", "-e", json.dumps(given), *arguments),
+            str(folder / "play.yml"),
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -230,6 +234,17 @@ def test_a_container_whose_gpus_have_no_uuid_is_refused(tmp_path):
     assert (
         "Instance 0 is planned on GPU 2, 3, and container mode chooses GPUs by UUID" in done.stdout
     )
+
+
+def test_check_mode_tells_that_docker_would_be_installed(tmp_path):
+    tasks = [
+        {"ansible.builtin.include_tasks": str(ROOT / "roles/container_runtime/tasks/docker.yml")}
+    ]
+    given = {"container_runtime_docker_repository": ""}
+    done = play(tmp_path / "play", tasks, given, "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "docker.io would be installed." in done.stdout
+    assert re.search(r"changed=1 ", done.stdout)
 
 
 def test_a_container_that_was_left_goes_before_its_port_is_waited_for(render):
