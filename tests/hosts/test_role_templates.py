@@ -222,6 +222,32 @@ def test_a_taken_port_is_refused_unless_the_instance_itself_has_it(
     assert ("Port 8000 is taken: LISTEN" in done.stdout) == (status == 2)
 
 
+@pytest.mark.parametrize(
+    ("limit", "mode", "status"),
+    [
+        ("64G", "container", 0),
+        ("50%", "native", 0),
+        ("50%", "container", 2),
+        ("64g", "native", 2),
+        ("0", "native", 2),
+    ],
+)
+def test_a_limit_of_memory_that_would_be_passed_over_is_refused(
+    tmp_path, monkeypatch, limit, mode, status
+):
+    program(tmp_path, "ss", "true")
+    program(tmp_path, "systemctl", "echo inactive")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    given = {
+        "vllm_service_memory_max": limit,
+        "vllm_service_mode": mode,
+        "vllm_service_image": "any",
+    }
+    done = play(tmp_path / "play", preflight_of("vllm_service"), given)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert (f"vllm_service_memory_max is {limit}; it is a number" in done.stdout) == (status == 2)
+
+
 def test_a_container_whose_gpus_have_no_uuid_is_refused(tmp_path):
     """As planned from a matrix alone: Docker would be asked for no GPU."""
     given = {
