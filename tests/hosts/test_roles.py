@@ -121,6 +121,15 @@ def test_a_reload_comes_from_a_changed_unit_alone():
                 assert re.search("/etc/systemd/system|NeedDaemonReload", str(task)), (path, task)
 
 
+def test_gpus_are_named_to_containers_after_their_nodes_are_made():
+    """Without an order a boot may leave /dev/nvidia-uvm out of the specification."""
+    unit = (role("container_runtime") / "templates/ddtree-cdi.service.j2").read_text()
+    after = re.search(r"^After=(.*)$", unit, re.MULTILINE)[1].split()
+    assert "ddtree-nvidia-host.service" in after
+    makes = (role("nvidia_host") / "templates/ddtree-nvidia-host.service.j2").read_text()
+    assert "ddtree-cdi" not in makes
+
+
 def test_health_looks_at_least_twice_before_it_calls_a_hang():
     defaults = load(role("health") / "defaults/main.yml")
     assert defaults["health_stall_after"] >= 2 * defaults["health_generate_timeout"]
