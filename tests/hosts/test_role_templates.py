@@ -181,6 +181,12 @@ def test_gpus_given_by_index_have_to_be_the_planned_ones(render):
     assert "--indices" not in words(container, "DDTREE_WAIT")
 
 
+@pytest.mark.parametrize(("drafter", "floor"), [("/srv/ddtree/models/drafter", "1.2"), ("", "0")])
+def test_an_engine_without_a_drafter_is_held_to_no_acceptance(render, drafter, floor):
+    text = render("health.env.j2", vllm_service_drafter=drafter)
+    assert option(words(text, "DDTREE_HEALTH_ARGS"), "--min-acceptance") == floor
+
+
 def preflight_of(name):
     """The task that asks a role to refuse its variables."""
     return [{"ansible.builtin.include_tasks": str(ROOT / f"roles/{name}/tasks/preflight.yml")}]
