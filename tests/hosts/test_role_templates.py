@@ -279,6 +279,28 @@ def test_check_mode_tells_that_docker_would_be_installed(tmp_path):
     assert re.search(r"changed=1 ", done.stdout)
 
 
+def variables(text):
+    """The engine's variables in native mode, by name."""
+    return dict(re.findall(r"^([A-Z0-9_]+)='(.*)'$", text, re.MULTILINE))
+
+
+def test_a_container_gets_the_variables_that_a_native_engine_gets(render):
+    """With their values: a bare name would take Docker's client's, and unset the image's own."""
+    given = {"vllm_service_env": {"OMP_NUM_THREADS": 4, "WORDS": 'a "b" \\ $c %d'}}
+    native = variables(render("vllm.env.j2", **given))
+    text = render("vllm.env.j2", vllm_service_mode="container", vllm_service_image="any", **given)
+    options = words(text, "DDTREE_CONTAINER")
+    passed = dict(
+        option.removeprefix("--env=").split("=", 1) for option in options if "--env" in option
+    )
+    assert passed["NCCL_P2P_DISABLE"] == "1"
+    assert passed["HOME"] == "/var/cache/ddtree-vllm/0/0123456789abcdef"
+    assert passed["OMP_NUM_THREADS"] == "4"
+    own = {"CUDA_VISIBLE_DEVICES", *(name for name in native if name.startswith("DDTREE_"))}
+    assert passed == {name: native[name] for name in native.keys() - own}
+    assert not variables(text).keys() & passed.keys()
+
+
 def test_a_container_that_was_left_goes_before_its_port_is_waited_for(render):
     unit = render(
         "ddtree-vllm@.service.j2", vllm_service_mode="container", vllm_service_image="any"
