@@ -282,6 +282,34 @@ def test_cuda_is_tried_before_weights_with_a_mock_driver(
         checks.check_cuda()
 
 
+@pytest.mark.timeout(40)
+def test_cuda_that_hangs_and_cannot_be_killed_is_a_sentence_with_a_mock_driver(
+    tmp_path, monkeypatch
+):
+    compiler = shutil.which("cc") or shutil.which("tcc")
+    assert compiler, "the stand-in of libcuda needs a C compiler: apt-get install tcc"
+    source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
+    source.write_text("unsigned sleep(unsigned); int cuInit(unsigned f) { sleep(60); return 0; }")
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True, timeout=60)
+    hanging = []
+
+    def kill(process):
+        hanging.append(process)
+
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setattr(checks, "CUDA_TIMEOUT_S", 1)
+    monkeypatch.setattr(subprocess.Popen, "kill", kill)
+    try:
+        with pytest.raises(ContainerError, match="CUDA did not initialise within 1 s"):
+            checks.check_cuda()
+        assert len(hanging) == 1
+    finally:
+        monkeypatch.undo()
+        for process in hanging:
+            process.kill()
+            process.wait(10)
+
+
 def test_without_a_driver_the_container_toolkit_is_named(monkeypatch):
     assert "NVIDIA container toolkit" in checks.probe_cuda("libcuda-that-is-nowhere.so.1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f1c")

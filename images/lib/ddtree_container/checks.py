@@ -123,20 +123,24 @@ def check_cuda() -> None:
             f"CUDA_VISIBLE_DEVICES={visible} names a GPU by UUID, which vLLM does not take: unset it, "
             "and choose GPUs for the container (--device nvidia.com/gpu=UUID)"
         )
+    probe = subprocess.Popen(
+        [sys.executable, "-IS", "-c", _PROBE, str(Path(__file__).parents[1])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
-        probe = subprocess.run(
-            [sys.executable, "-IS", "-c", _PROBE, str(Path(__file__).parents[1])],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=CUDA_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
+        out, err = probe.communicate(timeout=CUDA_TIMEOUT_S)
+    except BaseException as error:  # a stop too
+        # Not waited for: what hangs in a driver is not ended by SIGKILL either.
+        probe.kill()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         raise ContainerError(
             f"CUDA did not initialise within {CUDA_TIMEOUT_S} s; look at dmesg on the host"
         ) from None
     if probe.returncode != 0:
-        said = (probe.stdout + probe.stderr).strip().splitlines()
+        said = (out + err).strip().splitlines()
         raise ContainerError(
             said[-1] if said else f"the probe of CUDA ended with {probe.returncode}"
         )
