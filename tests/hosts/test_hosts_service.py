@@ -646,7 +646,9 @@ def test_uninstall_keeps_what_was_there_before(service):
     try:
         assert changed(service.play("playbooks/uninstall.yml")) > 0
         service.run(
-            f"useradd --system --uid 10001 --comment theirs ddtree; mkdir -p {venv}; touch {venv}/x"
+            "groupadd --system --gid 10001 ddtree; "
+            "useradd --system --uid 10001 --gid 10001 --comment theirs ddtree; "
+            f"mkdir -p {venv}; touch {venv}/x"
         )
         assert changed(service.play()) > 0
         container = {

@@ -12,62 +12,9 @@ import time
 
 import pytest
 from lab_hosts import ROOT, find_playbook
+from role_plays import PAIR, play, preflight_of, program
 
 pytestmark = [pytest.mark.ansible, pytest.mark.timeout(120)]
-
-PAIR = {
-    "instance": "0",
-    "gpus": [2, 3],
-    "uuids": ["GPU-c", "GPU-d"],
-    "cpuset": "0-3",
-    "memory_node": "0",
-    "env": {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-    "nccl_env": {"NCCL_P2P_DISABLE": "1"},
-    "engine_args": ["--tensor-parallel-size", "2"],
-    "port": 8000,
-    "cache_dir": "/var/cache/ddtree-vllm/0",
-    "cache_key": "0123456789abcdef",
-}
-
-
-def play(folder, tasks, variables, *arguments):
-    """Runs tasks on this machine as the roles would; returns the finished process."""
-    folder.mkdir(exist_ok=True)
-    for role in ("vllm_service", "health"):
-        for file in (ROOT / "roles" / role / "templates").iterdir():
-            link = folder / "templates" / file.name
-            link.parent.mkdir(exist_ok=True)
-            if not link.exists():
-                link.symlink_to(file)
-    names = ("vllm_service", "health", "model_store", "container_runtime")
-    roles = [ROOT / "roles" / role for role in names]
-    book = {
-        "hosts": "localhost",
-        "connection": "local",
-        "gather_facts": False,
-        "vars_files": [
-            str(role / part / "main.yml") for part in ("defaults", "vars") for role in roles
-        ],
-        "tasks": tasks,
-    }
-    (folder / "play.yml").write_text(json.dumps([book]))
-    given = {"gpu_topology_plan": {"groups": [PAIR]}, **variables}
-    return subprocess.run(
-        [
-            *(find_playbook(), "-i", "localhost,", "-e", json.dumps(given), *arguments),
-            str(folder / "play.yml"),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-        env={
-            **os.environ,
-            "ANSIBLE_NOCOLOR": "1",
-            "ANSIBLE_HOME": str(folder / "home"),
-            "ANSIBLE_LIBRARY": str(ROOT / "roles/model_store/library"),
-        },
-    )
 
 
 @pytest.fixture
@@ -187,11 +134,6 @@ def test_an_engine_without_a_drafter_is_held_to_no_acceptance(render, drafter, f
     assert option(words(text, "DDTREE_HEALTH_ARGS"), "--min-acceptance") == floor
 
 
-def preflight_of(name):
-    """The task that asks a role to refuse its variables."""
-    return [{"ansible.builtin.include_tasks": str(ROOT / f"roles/{name}/tasks/preflight.yml")}]
-
-
 @pytest.mark.parametrize(
     ("role", "variables", "sentence"),
     [
@@ -205,13 +147,6 @@ def test_what_systemd_would_take_apart_is_refused(tmp_path, role, variables, sen
     """A quote ends the quotes that a value stands in: the engine would be asked something else."""
     done = play(tmp_path / "play", preflight_of(role), variables)
     assert (done.returncode, sentence in done.stdout) == (2, True), done.stdout + done.stderr
-
-
-def program(folder, name, text):
-    """A stand-in for a program of the host."""
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tasks of the roles refuse and do, one part at a time. Real Ansible on this machine, no host."""
+
+import os
+import re
+
+import pytest
+from lab_hosts import ROOT
+from role_plays import play, program
+
+pytestmark = [pytest.mark.ansible, pytest.mark.timeout(120)]
+
+
+@pytest.mark.parametrize(
+    ("part", "passwd", "group", "who"),
+    [
+        ("preflight", "ddtree:x:10001:10001::/:/bin/false", "ddtree:x:10001:", ""),
+        ("preflight", "ddtree:x:990:10001::/:/bin/false", "", "user ddtree of number 990"),
+        ("account", "ddtree:x:990:10001::/:/bin/false", "", "user ddtree of number 990"),
+        (
+            "preflight",
+            "ddtree:x:10001:990::/:/bin/false",
+            "ddtree:x:990:",
+            "group ddtree of number",
+        ),
+        ("preflight", "other:x:10001:10001::/:/bin/sh", "", "user other of number 10001"),
+    ],
+)
+def test_a_user_is_never_renumbered(tmp_path, monkeypatch, part, passwd, group, who):
+    """Its files would become another's. Asked by the part that makes the user too."""
+    (tmp_path / "passwd").write_text(f"{passwd}\n")
+    (tmp_path / "group").write_text(f"{group}\n")
+    # By name or by number, as getent finds them.
+    program(
+        tmp_path,
+        "getent",
+        f"grep -E \"^($2:|[^:]*:x:$2:)\" '{tmp_path}'/$1 || exit 2",
+    )
+    program(tmp_path, "ss", "true")
+    program(tmp_path, "systemctl", "echo inactive")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    tasks = [{"ansible.builtin.include_tasks": str(ROOT / f"roles/vllm_service/tasks/{part}.yml")}]
+    done = play(tmp_path / "play", tasks, {}, "--check")
+    said = re.findall(r"The host has a (.*?),? and ddtree would be 10001", done.stdout)
+    assert {who in sentence for sentence in said} == ({True} if who else set()), done.stdout
+    assert done.returncode == (2 if who else 0), done.stdout + done.stderr
