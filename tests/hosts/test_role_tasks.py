@@ -44,3 +44,26 @@ def test_a_user_is_never_renumbered(tmp_path, monkeypatch, part, passwd, group, 
     said = re.findall(r"The host has a (.*?),? and ddtree would be 10001", done.stdout)
     assert {who in sentence for sentence in said} == ({True} if who else set()), done.stdout
     assert done.returncode == (2 if who else 0), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("role", "tag", "said"),
+    [
+        ("nvidia_host", "settings", "Put them into effect"),
+        ("container_runtime", "install", "Install Docker"),
+    ],
+)
+def test_a_role_whose_preflight_is_left_out_goes_by_what_is_there(
+    tmp_path, monkeypatch, role, tag, said
+):
+    """Neither an undefined variable at its end, nor another Docker over the one that is there."""
+    program(tmp_path, "docker", "echo 'Docker version 29.1.3, build f52814d'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("ANSIBLE_ROLES_PATH", str(ROOT / "roles"))
+    tasks = [{"ansible.builtin.import_role": {"name": role}}]
+    given = {"container_runtime_enabled": True, "container_runtime_gpus": False}
+    options = ("--check", "--skip-tags", "preflight", "--tags", tag)
+    done = play(tmp_path / "play", tasks, given, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"TASK [{role} : {said}]" in done.stdout
+    assert "would be installed." not in done.stdout
