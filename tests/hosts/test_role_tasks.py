@@ -3,6 +3,7 @@
 
 import os
 import re
+import time
 
 import pytest
 from lab_hosts import ROOT
@@ -67,3 +68,32 @@ def test_a_role_whose_preflight_is_left_out_goes_by_what_is_there(
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"TASK [{role} : {said}]" in done.stdout
     assert "would be installed." not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("doctor", "status", "said"),
+    [
+        ('echo "$HOME $HF_HUB_OFFLINE"', 0, ""),
+        ("echo no vLLM is installed; exit 1", 2, "doctor is not content: no vLLM is installed"),
+        ("exit 3", 2, "doctor is not content: it ended with 3"),
+        ("sleep 100", 2, "doctor is not content: it did not end within 3 s. `journalctl -k`"),
+    ],
+)
+@pytest.mark.parametrize("mode", [[], ["--check"]], ids=["run", "check"])
+def test_a_doctor_is_asked_for_a_limited_time(tmp_path, mode, doctor, status, said):
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    program(tmp_path / "venv/bin", "ddtree-vllm", f"echo $$ >'{tmp_path}/pid'\n{doctor}")
+    tasks = [{"ansible.builtin.include_tasks": str(ROOT / "roles/vllm_service/tasks/venv.yml")}]
+    given = {
+        "vllm_service_venv": str(tmp_path / "venv"),
+        "vllm_service_install": False,
+        "vllm_service__doctor_timeout": 3,
+    }
+    done = play(tmp_path / "play", tasks, given, "-v", *mode)
+    assert (done.returncode, said in done.stdout) == (status, True), done.stdout + done.stderr
+    assert status or '"stdout": "/nonexistent 1"' in done.stdout
+    process = f"/proc/{(tmp_path / 'pid').read_text().strip()}"
+    end = time.monotonic() + 30
+    while os.path.exists(process):
+        assert time.monotonic() < end, "the doctor goes on"
+        time.sleep(0.1)
