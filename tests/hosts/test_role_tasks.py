@@ -97,3 +97,27 @@ def test_a_doctor_is_asked_for_a_limited_time(tmp_path, mode, doctor, status, sa
     while os.path.exists(process):
         assert time.monotonic() < end, "the doctor goes on"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("part", ["preflight", "install"])
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ("/b/pins.txt", "/a/pins.txt and /b/pins.txt have one name, by which"),
+        ("/b/other.txt", ""),
+        ("/a/pins.txt", ""),
+    ],
+)
+def test_requirements_of_one_name_are_refused(tmp_path, part, second, said):
+    """One would take the other's place on the host, anew at each run."""
+    tasks = [{"ansible.builtin.include_tasks": str(ROOT / f"roles/vllm_service/tasks/{part}.yml")}]
+    given = {
+        "vllm_service_requirements": ["/a/pins.txt", second],
+        "vllm_service_wheels": ["/a/one.whl"],
+        "vllm_service_venv": str(tmp_path / "venv"),
+        "vllm_service_system_packages": [],
+    }
+    done = play(tmp_path / "play", tasks, given, "--check")
+    assert ("have one name" in done.stdout, said in done.stdout) == (bool(said), True), done.stdout
+    after = {"preflight": "Look for who listens", "install": "Look at what the path"}[part]
+    assert (f"TASK [{after}" in done.stdout) == (not said)
