@@ -28,6 +28,7 @@ case "$1 $2" in
     tag=$(echo "$manifest" | sed 's/.*"RepoTags": \\["docker.io\\/library\\/\\([^"]*\\)".*/\\1/')
     echo "sha256:$SALT$(echo "$manifest" | grep -oE '[0-9a-f]{64}')" >"$tag"
     echo "Loaded image: $tag";;
+  "image rm") rm "$3";;
   *) exit 9;;
 esac
 """
@@ -64,19 +65,19 @@ class Docker:
         path = self.folder / "loads"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    def find(self, *arguments):
-        """Runs the tasks; returns how many of them changed something."""
+    def find(self, *arguments, part="image", image=IMAGE):
+        """Runs the tasks of a part; returns how many of them changed something."""
         role = ROOT / "roles/vllm_service"
         book = {
             "hosts": "localhost",
             "connection": "local",
             "gather_facts": False,
             "vars_files": [str(role / part / "main.yml") for part in ("defaults", "vars")],
-            "tasks": [{"ansible.builtin.include_tasks": str(role / "tasks/image.yml")}],
+            "tasks": [{"ansible.builtin.include_tasks": str(role / f"tasks/{part}.yml")}],
         }
         given = {
             "vllm_service_mode": "container",
-            "vllm_service_image": IMAGE,
+            "vllm_service_image": image,
             "vllm_service_image_archive": str(self.archive),
             "vllm_service_docker": str(self.program),
             "vllm_service_config_dir": str(self.folder),
@@ -141,3 +142,28 @@ def test_what_does_not_say_what_it_holds_replaces_no_image(docker):
     (docker.folder / IMAGE).write_text("sha256:there")
     assert docker.find() == 0
     assert (docker.image, docker.loads) == ("sha256:there", 0)
+
+
+def test_uninstalling_removes_the_images_that_were_loaded_and_no_others(docker):
+    """Whether a run has loaded it or an operator, it is the same image under the same name."""
+    theirs = docker.build("one")
+    (docker.folder / IMAGE).write_text(theirs)
+    assert docker.find() == 0
+    assert docker.find(part="unload") == 0
+    assert docker.image == theirs
+
+    for tag in ("ddtree-vllm:2", "ddtree-vllm:3", "ddtree-vllm:4"):
+        docker.build(tag, tag=tag)
+        assert docker.find(image=tag) > 0
+    (docker.folder / "ddtree-vllm:3").write_text("sha256:theirs")
+    assert docker.find(part="unload", image=IMAGE) == 1
+    left = {path.name for path in docker.folder.glob("ddtree-vllm:*")}
+    assert left == {IMAGE, "ddtree-vllm:3"}
+
+
+def test_uninstalling_a_host_without_docker_or_note_removes_no_image(docker):
+    assert docker.find(part="unload") == 0
+    docker.build("one")
+    assert docker.find() > 0
+    docker.program.unlink()
+    assert docker.find(part="unload") == 0

@@ -230,8 +230,10 @@ def test_an_image_that_is_nowhere_is_refused_in_a_sentence(deployment):
     assert deployment.container()["Id"] == before
 
 
-def test_uninstall_leaves_no_container_and_no_image(deployment):
+def test_uninstall_leaves_no_container_and_no_image_but_those_loaded_by_hand(deployment):
+    """The role found IMAGE, which an operator had loaded; it has loaded small:1 itself."""
+    assert deployment.lab.run(1, "docker images --quiet small:1") != ""
     assert changed(deployment.play("playbooks/uninstall.yml")) > 0
-    left = deployment.lab.run(1, "docker ps --all --quiet; docker images --quiet ddtree-vllm:*-cpu")
-    assert left == ""
+    assert deployment.lab.run(1, "docker ps --all --quiet; docker images --quiet small:1") == ""
+    assert deployment.lab.run(1, f"docker images --quiet {IMAGE}") != ""
     assert deployment.lab.run(1, "docker volume ls --quiet") == ""
