@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from ddtree_vllm.gpu import LARGE_SHARED_MEMORY, shared_memory_per_block
+
 # Splitting the keys further than this costs more in the merge than it gains in parallelism.
 MAX_SPLITS = 32
 # Fewest keys worth a program of their own.
@@ -56,12 +58,22 @@ def choose_tiles(
         # "ieee" products run outside the tensor cores, their operands in registers.
         keys = 16 if head_dim == 256 else 32
         return Tiles(16, keys, min(keys, suffix), num_warps=4, num_stages=1)
+    if shared_memory_per_block() < LARGE_SHARED_MEMORY:
+        return _small_tiles(rows, suffix, head_dim)
     if rows <= 64:
         # Decode-like: bound by reading the cache, so keep more of it in flight.
         stages = 2 if head_dim == 256 else 3
         return Tiles(rows, 64, min(64, suffix), num_warps=4, num_stages=stages)
     keys = 64 if head_dim == 256 else 128
     return Tiles(128, keys, min(64, suffix), num_warps=8, num_stages=2)
+
+
+def _small_tiles(rows: int, suffix: int, head_dim: int) -> Tiles:
+    """For 99 KB of shared memory. Not measured: they fit, and spill hardly any registers."""
+    if rows <= 32:
+        return Tiles(rows, 64, min(64, suffix), num_warps=4, num_stages=2)
+    keys = 32 if head_dim == 256 else 64
+    return Tiles(64, keys, min(64, suffix), num_warps=8, num_stages=2)
 
 
 def choose_suffix_tiles(max_query_len: int, group: int, head_dim: int, dtype: torch.dtype) -> Tiles:

@@ -23,10 +23,12 @@ MAX_BUDGET = 127
 # What the attention and Gated DeltaNet kernels are written for.
 HEAD_SIZES = (16, 32, 64, 128, 256)
 RECURRENT_HEAD_SIZES = (64, 128)
-# Compute capabilities whose multiprocessors hold the tiles of tree attention: A100, and H100, H200.
-# 8.6, 8.9 and 12.0 have 99 KB of shared memory for the 144 KB that a head of 256 takes; on 10.x vLLM
-# prepares FlashAttention for such heads in ways that the prefix call does not.
-SUPPORTED_GPUS = ((8, 0), (9, 0))
+# Compute capabilities that the kernels' tiles are chosen for: A100; A10, A40, RTX 3090; L4, L40S, RTX 4090;
+# H100, H200; RTX PRO 6000, RTX 5090. Run on 9.0; on the others compiled for and checked in size.
+# Not 10.x: vLLM runs FlashAttention 4 there, whose kernel for heads of 256 takes lengths in whole pages of
+# 128, a block table cut to them and no split of the keys. vLLM's own call prepares that
+# (`FlashAttentionImpl.forward`), that of `TreeFlashAttention` for the prefix does not.
+SUPPORTED_GPUS = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 
 
 class UnsupportedConfigurationError(ValueError):
@@ -190,9 +192,10 @@ def _gpu_reasons(vllm_config: VllmConfig) -> Iterator[str]:
     """A GPU that the kernels do not fit, or too small for what a step's rows leave behind."""
     capability = current_platform.get_device_capability()
     if capability is not None and tuple(capability) not in SUPPORTED_GPUS:
+        served = [f"{major}.{minor}" for major, minor in SUPPORTED_GPUS]
         yield (
-            f"a GPU of compute capability {capability.as_version_str()}; tree attention has been "
-            "fitted to 8.0 (A100) and 9.0 (H100, H200)"
+            f"a GPU of compute capability {capability.as_version_str()}; use one of "
+            f"{', '.join(served[:-1])} or {served[-1]}, or serve without trees (--no-speculation)"
         )
     text = vllm_config.model_config.hf_text_config
     if getattr(text, "linear_num_value_heads", None) is None:

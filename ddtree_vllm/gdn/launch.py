@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 import triton
 
+from ddtree_vllm.gpu import LARGE_SHARED_MEMORY, shared_memory_per_block
+
 MIN_ROWS = 16
 """`tl.dot` needs 16 rows, so that is the smallest row tile."""
 MAX_ROWS = 128
@@ -132,6 +134,10 @@ def value_split(
     """Split of the verify kernel for `num_reqs` requests of these row tiles."""
     if interpreting():
         return ValueSplit(head_v_dim, head_k_dim)
+    if tiles.two and shared_memory_per_block() < LARGE_SHARED_MEMORY:
+        # Not measured. These GPUs multiply out of registers: wider slices would spill a thousand
+        # bytes of them, as they do on 8.0, narrower ones read all else once more.
+        return ValueSplit(32, 32)
     block_v, block_k = next(
         (block_v, block_k)
         for requests, block_v, block_k in _SPLITS[tiles.rows * (2 if tiles.two else 1)]
@@ -143,6 +149,17 @@ def value_split(
 def stacked_heads(num_v_heads: int, tile_rows: int) -> int:
     """Heads that share a program under the interpreter, whose cost is per operation."""
     return min(triton.next_power_of_2(num_v_heads), max(1, MAX_ROWS // tile_rows))
+
+
+def longest_chunk() -> int:
+    """Rows of a chunk of the sequential form.
+
+    On a GPU, where vLLM's kernels serve these rows in earnest, half a tile or a quarter: more of
+    them and the state they carry do not fit a block's shared memory.
+    """
+    if interpreting():
+        return ROW_TILE
+    return ROW_TILE // (4 if shared_memory_per_block() < LARGE_SHARED_MEMORY else 2)
 
 
 def native_bf16(dtype: torch.dtype) -> bool:

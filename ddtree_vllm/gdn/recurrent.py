@@ -16,9 +16,9 @@ import triton.language as tl
 
 from ddtree_vllm.gdn.launch import (
     MIN_ROWS,
-    ROW_TILE,
     default_precision,
     interpreting,
+    longest_chunk,
     stacked_heads,
 )
 from ddtree_vllm.gdn.solve import invert_unit_lower, log_decay, sum_combine, update_rate
@@ -58,10 +58,7 @@ def run_sequences(
     num_reqs = state_slots.shape[0]
     if num_reqs == 0 or max_query_len == 0:
         return
-    # On a GPU, where vLLM's kernels serve these rows in earnest, half a tile: a whole one and the
-    # state it carries do not fit a multiprocessor's shared memory.
-    longest = ROW_TILE if interpreting() else ROW_TILE // 2
-    block_rows = min(longest, max(MIN_ROWS, triton.next_power_of_2(max_query_len)))
+    block_rows = min(longest_chunk(), max(MIN_ROWS, triton.next_power_of_2(max_query_len)))
     block_v = head_v_dim if interpreting() else min(head_v_dim, 32)
     heads = stacked_heads(num_v_heads, block_rows) if interpreting() else 1
     grid = (triton.cdiv(num_v_heads, heads) * (head_v_dim // block_v), num_reqs)

@@ -13,6 +13,7 @@ from ddtree_vllm.attention.reference import (
     tree_attention_reference,
     visible_keys,
 )
+from ddtree_vllm.attention.tiles import choose_suffix_tiles, choose_tiles
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -302,6 +303,21 @@ def test_linear_attention_of_a_drafter(rng, device, causal, window):
     # Tiles smaller than the window, and than the rows.
     small = Tiles(block_m=16, block_n=16, block_suffix=16)
     assert_close(batch.run(causal=causal, window=window, tiles=small), expected)
+
+
+@pytest.mark.usefixtures("gpu_tiles")
+@pytest.mark.parametrize("rows", [5, 20])
+def test_tiles_of_a_gpu_compute_the_same(rng, device, rows):
+    trees = [Request(prefix, rows, random_tree(rng, rows)) for prefix in (700, 33)]
+    # Tiles of bfloat16, which a GPU serves; on one, they hold no float32.
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    batch = make_batch(rng, device, trees, heads=(6, 1), head_dim=256, block_size=56, dtype=dtype)
+    whole = choose_tiles(rows, 6, 256, torch.bfloat16, 720)
+    suffix = choose_suffix_tiles(rows, 6, 256, torch.bfloat16)
+    expected, _ = batch.reference()
+    for num_splits in (1, 2):
+        assert_close(batch.run(tiles=whole, num_splits=num_splits), expected)
+    assert_close(batch.run_suffix(tiles=suffix), batch.reference(part="suffix")[0])
 
 
 def test_window_counts_keys_as_flash_attention_does():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from ddtree_preflight import gpus
 from ddtree_vllm.engine import requirements
 from ddtree_vllm.engine.rows import max_tree_rows, requests_that_fit
 from ddtree_vllm.gdn import launch
@@ -83,13 +84,22 @@ def test_a_stand_in_gpu_too_small_for_the_stash_is_refused_with_both_sizes(monke
     assert not list(requirements._gpu_reasons(big_model(16, 15, tokens=16384)))
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 9), (10, 0), (12, 0)])
-def test_a_stand_in_gpu_that_tree_attention_does_not_fit_is_refused(
+@pytest.mark.parametrize("capability", [(7, 5), (8, 7), (10, 0), (10, 3), (12, 1)])
+def test_a_stand_in_gpu_of_another_capability_is_refused_with_those_that_serve(
     monkeypatch, capability
 ) -> None:
     monkeypatch.setattr(requirements, "current_platform", StandInGpu(capability=capability))
     [reason] = requirements._gpu_reasons(big_model(4, 15, tokens=2048))
-    assert f"compute capability {capability[0]}.{capability[1]}" in reason
+    assert f"compute capability {capability[0]}.{capability[1]};" in reason
+    assert "use one of 8.0, 8.6, 8.9, 9.0 or 12.0, or serve without trees" in reason
+
+
+@pytest.mark.parametrize("capability", gpus.CAPABILITIES)
+def test_a_stand_in_gpu_that_preflight_lets_pass_is_served(monkeypatch, capability) -> None:
+    major, minor = map(int, capability.split("."))
+    monkeypatch.setattr(requirements, "current_platform", StandInGpu(capability=(major, minor)))
+    assert not list(requirements._gpu_reasons(big_model(4, 15, tokens=2048)))
+    assert len(gpus.CAPABILITIES) == len(requirements.SUPPORTED_GPUS)
 
 
 @pytest.mark.parametrize("budget", [0, 200])

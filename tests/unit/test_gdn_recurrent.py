@@ -103,6 +103,14 @@ def test_lengths_around_the_tiles(rng, device, lengths):
     check(batch, before)
 
 
+@pytest.mark.usefixtures("gpu_tiles")
+def test_chunks_of_a_gpu_compute_the_same(rng, device):
+    batch = Batch(rng, [70, 1, 33], head_dim=128, device=device)
+    before = batch.state.clone()
+    batch.run()
+    check(batch, before)
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (2, 2), (2, 4), (1, 3), (2, 6)])
 def test_value_heads_share_key_heads(rng, device, heads):
     batch = Batch(rng, [70, 5], heads=heads, device=device)

@@ -51,6 +51,15 @@ def test_all_tree_sizes_up_to_127_nodes(rng, device, num_rows):
     assert verified_error(step, 0) < OUTPUT_TOLERANCE
 
 
+@pytest.mark.usefixtures("gpu_tiles")
+@pytest.mark.parametrize("num_rows", [24, 100])
+def test_tiles_of_a_gpu_compute_the_same(rng, device, num_rows):
+    """There the value dimension of a head is shared out among programs."""
+    step = Step(rng, [random_parents(rng, num_rows)], head_dim=128, device=device)
+    step.verify()
+    assert verified_error(step, 0) < OUTPUT_TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("num_k_heads", "num_v_heads"), [(1, 1), (2, 2), (1, 2), (2, 4), (1, 3), (2, 6)]
 )
