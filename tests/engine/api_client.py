@@ -147,7 +147,8 @@ def differences(expected: Any, got: Any, where: str = "", tolerance: float = 2e-
             for key in sorted(expected.keys() ^ got.keys())
         ]
         for key in expected.keys() & got.keys():
-            found += differences(expected[key], got[key], f"{where}.{key}", tolerance)
+            compare = _ranked_differences if key == "top_logprobs" else differences
+            found += compare(expected[key], got[key], f"{where}.{key}", tolerance)
         return found
     if isinstance(expected, list) and isinstance(got, list):
         if len(expected) != len(got):
@@ -161,3 +162,53 @@ def differences(expected: Any, got: Any, where: str = "", tolerance: float = 2e-
         close = abs(expected - got) <= tolerance * max(1.0, abs(expected))
         return [] if close else [f"{where}: {expected}, with trees {got}"]
     return [] if expected == got else [f"{where}: {expected!r}, with trees {got!r}"]
+
+
+def _ranked_differences(expected: Any, got: Any, where: str, tolerance: float) -> list[str]:
+    """As ``differences``, where two tokens of one score may change places, or which comes last.
+
+    Of chats: a list of entries with token and score. Of completions: for every position a mapping
+    from tokens to scores, or null.
+    """
+    if (
+        expected
+        and got
+        and all(isinstance(p, dict) and "logprob" not in p for p in (*expected, *got))
+    ):
+        if len(expected) != len(got):
+            return differences(expected, got, where, tolerance)
+        return [
+            difference
+            for i, (a, b) in enumerate(zip(expected, got, strict=True))
+            for difference in _ranked(a, b, f"{where}[{i}]", tolerance)
+        ]
+    if not (isinstance(expected, list) and isinstance(got, list)):
+        return differences(expected, got, where, tolerance)
+    sides = [
+        {(e["token"], *(e["bytes"] or ())): e["logprob"] for e in side if isinstance(e, dict)}
+        for side in (expected, got)
+    ]
+    if [len(side) for side in sides] != [len(expected), len(got)]:
+        return differences(expected, got, where, tolerance)  # nulls, or one text of two tokens
+    return _ranked(*sides, where, tolerance)
+
+
+def _ranked(expected: dict, got: dict, where: str, tolerance: float) -> list[str]:
+    """Scores by token: those of each rank agree, and those of each token."""
+
+    def apart(a: float, b: float) -> bool:
+        return abs(a - b) > tolerance * max(1.0, abs(a))
+
+    if len(expected) != len(got):
+        return [f"{where}: {len(expected)} entries, with trees {len(got)}: {expected} {got}"]
+    by_rank = zip(sorted(expected.values()), sorted(got.values()), strict=True)
+    found = [f"{where}: a score of {a}, with trees {b}" for a, b in by_rank if apart(a, b)]
+    for token in expected.keys() & got.keys():
+        if apart(expected[token], got[token]):
+            found.append(f"{where}: {token!r} {expected[token]}, with trees {got[token]}")
+    for one, other in ((expected, got), (got, expected)):
+        for token in one.keys() - other.keys():
+            # It had to give way to one that is as likely.
+            if apart(one[token], min(other.values())):
+                found.append(f"{where}: {token!r} {one[token]} on one side alone: {expected} {got}")
+    return found

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The image, built once or taken from DDTREE_IMAGE_ARCHIVE, and two hosts with Docker."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -32,6 +33,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             why = why or f"apt-get install --no-install-recommends {' '.join(absent)}"
         if why:
             raise pytest.UsageError(f"the tests of the images cannot run: {why}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def build_storage(request):
+    """buildah's storage of these tests alone: what a killed run left, and each build's layers, go.
+
+    The base image and the images that have a name stay for the next run.
+    """
+    if not request.config.getoption("--hosts") or shutil.which("buildah") is None:
+        yield
+        return
+    folder = lab_hosts.work_folder() / "containers"
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = folder / "storage.conf"
+    settings.write_text(
+        f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/root"\nrunroot = "{folder}/run"\n'
+    )
+    os.environ["CONTAINERS_STORAGE_CONF"] = str(settings)
+
+    def clear():
+        buildah("rm", "--all")
+        buildah("rmi", "--prune", "--force")
+
+    with (folder / "lock").open("w") as lock:
+        # One run at a time: the other one's containers would go too.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        clear()
+        yield
+        clear()
 
 
 def base_image() -> str:
