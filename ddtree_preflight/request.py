@@ -21,7 +21,9 @@ class Request:
     gpu_free_mib: memory to be free on each GPU that no instance of ours uses.
     memory_mib, cpus: least of the host.
     disk: room that is needed: path, mib, what; of a model also the model itself, the folder `partial`
-        of what came of it so far, and the `record` of what was fetched.
+        of what came of it so far, and the `record` of what was fetched; of a venv what is there once it
+        is `made`; of an image its name `image`, the `digest` that its archive gives it and the `record`
+        of those that were loaded, and `docker` where it is Docker that says in which folder.
     checkpoints: to be served: path, what (the variable that names it), and whether a role before the
         service comes with it.
     image: of container mode; `image_archive`: it is loaded from an archive of the controller.

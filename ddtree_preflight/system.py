@@ -177,14 +177,15 @@ def check_disk(host: Host, request: Request) -> Iterator[Finding]:
     needs: dict[int, list[tuple[str, int, str]]] = {}
     free: dict[int, int] = {}
     for item in request.disk:
-        if _is_fetched(host, item):
+        if _is_there(host, request, item):
             continue
-        there, device = host.free_mib(str(item["path"]))
+        path = _docker_folder(host, request, item) if item.get("docker") else str(item["path"])
+        there, device = host.free_mib(path)
         free[device] = there
         # What an interrupted fetch has brought takes its room already.
         come = host.used_mib(str(item["partial"])) if item.get("partial") else 0
         needs.setdefault(device, []).append(
-            (str(item["path"]), max(int(item["mib"]) - come, 0), str(item.get("what") or ""))
+            (path, max(int(item["mib"]) - come, 0), str(item.get("what") or ""))
         )
     for device, items in needs.items():
         total = sum(mib for _, mib, _ in items)
@@ -195,6 +196,35 @@ def check_disk(host: Host, request: Request) -> Iterator[Finding]:
             )
         else:
             yield passed("disk", f"{free[device]} MiB of disk are free, {total} needed")
+
+
+def _is_there(host: Host, request: Request, item: Mapping[str, Any]) -> bool:
+    """It takes its room already."""
+    if item.get("image"):
+        return _is_loaded(host, request, item)
+    if item.get("made"):
+        return host.exists(str(item["made"]))
+    return _is_fetched(host, item)
+
+
+def _is_loaded(host: Host, request: Request, item: Mapping[str, Any]) -> bool:
+    """As the role `vllm_service` tells it: an archive that says nothing loads no image a second time."""
+    asked = host.run(request.docker, "image", "inspect", "--format", "{{.Id}}", str(item["image"]))
+    if asked.status != 0:
+        return False
+    digest = item.get("digest") or ""
+    noted = [line.split() for line in host.read(str(item.get("record"))).splitlines()]
+    return digest in ("", asked.said) or [digest, asked.said, item["image"]] in noted
+
+
+def _docker_folder(host: Host, request: Request, item: Mapping[str, Any]) -> str:
+    """Where Docker unpacks images; without one, where the one to come will."""
+    asked = host.run(request.docker, "info", "--format", "{{.DockerRootDir}} {{.DriverStatus}}")
+    if asked.status != 0 or not asked.said.startswith("/"):
+        return str(item["path"])
+    if "io.containerd.snapshotter" in asked.said:
+        return "/var/lib/containerd"
+    return asked.said.split(" ")[0]
 
 
 def _is_fetched(host: Host, item: Mapping[str, Any]) -> bool:

@@ -586,6 +586,7 @@ def test_the_role_makes_the_venv_and_removes_it(service, tmp_path):
         "vllm_service_wheels": [str(stand_in_wheel(tmp_path))],
         "vllm_service_pip_options": ["--no-index"],
         "vllm_service_system_packages": [],  # no mirror is reachable; the hosts have them
+        "preflight_venv_mib": 1,
     }
 
     def made():

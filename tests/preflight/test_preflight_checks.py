@@ -186,6 +186,66 @@ def test_what_an_interrupted_fetch_has_brought_takes_its_room_already(host):
     assert sentences(host, "pass", disk=disk)["disk"] == "250 MiB of disk are free, 240 needed"
 
 
+def test_a_venv_needs_its_room_until_it_is_made(host):
+    """Beside the one that is served from, which takes its own already."""
+    disk = [
+        {
+            "path": "/opt/v",
+            "mib": 9000,
+            "what": "a venv",
+            "made": "/opt/v.0123456789ab/made-from",
+        }
+    ]
+    host.free = 8999
+    host.write("opt/v.ba9876543210/made-from", "another")
+    assert "9000 for a venv in /opt/v" in sentences(host, disk=disk)["disk"]
+    host.write("opt/v.0123456789ab/made-from", "key")
+    assert "disk" not in sentences(host, disk=disk)
+
+
+IMAGE_ROOM = {"mib": 100, "image": "i:1", "digest": "sha256:a", "record": "/etc/note"}
+
+
+@pytest.mark.parametrize(
+    ("inspected", "digest", "note", "needed"),
+    [
+        (Done(1, "No such image: i:1"), "sha256:a", "", True),
+        (Done(0, "sha256:a\n"), "sha256:a", "", False),
+        (Done(0, "sha256:b\n"), "sha256:a", "", True),
+        (Done(0, "sha256:b\n"), "sha256:a", "sha256:a sha256:b i:1\n", False),
+        (Done(0, "sha256:b\n"), "sha256:a", "sha256:a sha256:b i:2\n", True),
+        (Done(0, "sha256:b\n"), "", "", False),
+    ],
+)
+def test_an_image_needs_its_room_where_it_is_to_be_loaded(host, inspected, digest, note, needed):
+    """By the same rule as the role vllm_service loads it."""
+    host.free = 99
+    host.write("etc/note", note)
+    host.answers["docker image inspect --format {{.Id}} i:1"] = inspected
+    disk = [{**IMAGE_ROOM, "digest": digest, "path": "/var/tmp", "what": "its archive"}]
+    assert ("disk" in sentences(host, disk=disk)) == needed
+
+
+@pytest.mark.parametrize(
+    ("said", "folder"),
+    [
+        (None, "/var/lib/docker"),
+        (Done(1, "Cannot connect to the Docker daemon"), "/var/lib/docker"),
+        (Done(0, "/data/docker [[Backing Filesystem extfs]]\n"), "/data/docker"),
+        (
+            Done(0, "/data/docker [[driver-type io.containerd.snapshotter.v1]]\n"),
+            "/var/lib/containerd",
+        ),
+    ],
+)
+def test_an_image_needs_its_room_where_docker_keeps_images(host, said, folder):
+    if said:
+        host.answers["docker info"] = said
+    disk = [{**IMAGE_ROOM, "path": "/var/lib/docker", "what": "the image", "docker": True}]
+    host.free = 99
+    assert f"100 for the image in {folder}" in sentences(host, disk=disk)["disk"]
+
+
 @pytest.mark.parametrize(("skew", "word"), [(300, "ahead of"), (-300, "behind")])
 def test_a_clock_that_is_off_is_refused(host, skew, word):
     found = sentences(host, controller_time=host.clock - skew)["clock"]

@@ -96,11 +96,25 @@ options:
         description: As in C(model_store_models), where it is one.
         type: dict
       record:
-        description: What ddtree-models noted of it; if that is O(disk[].model), no room is needed.
+        description:
+          - What ddtree-models noted of a model; if that is O(disk[].model), no room is needed.
+          - Of an image what the role vllm_service noted of those that it loaded.
         type: path
       partial:
         description: Folder of an interrupted fetch, whose size counts.
         type: path
+      made:
+        description: Path that is there once it is made, so that no room is needed.
+        type: path
+      image:
+        description: Name of an image. If Docker has it as O(disk[].digest), no room is needed.
+        type: str
+      digest:
+        description: What an archive calls that image, "" if it does not tell.
+        type: str
+      docker:
+        description: Docker says where, and O(disk[].path) is where it does not answer.
+        type: bool
   checkpoints:
     description: What is to be served.
     type: list
@@ -221,6 +235,10 @@ ARGUMENTS = {
             "model": {"type": "dict"},
             "record": {"type": "path"},
             "partial": {"type": "path"},
+            "made": {"type": "path"},
+            "image": {"type": "str"},
+            "digest": {"type": "str"},
+            "docker": {"type": "bool"},
         },
     },
     "checkpoints": {
