@@ -11,6 +11,8 @@ TEST_JOBS ?= 2
 GPU_TEST_JOBS ?= 4
 # What `make test-hosts` runs of the suite on hosts.
 HOST_TESTS ?= tests/hosts
+# The same of `make test-images`.
+IMAGE_TESTS ?= tests/images
 # Which image `make image` builds: cpu or gpu.
 IMAGE ?= cpu
 
@@ -58,12 +60,12 @@ image: ## build the image with docker, podman or buildah (IMAGE=cpu|gpu; images/
 
 .PHONY: test-images
 test-images: setup ansible ## build the image, deploy it to real hosts with Docker (root; says which packages it needs)
-	@$(PY) -m pytest tests/images --hosts $(ARGS)
+	@$(PY) -m pytest $(IMAGE_TESTS) --hosts $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: setup ## the kernels against float64 and the engine with CUDA graphs, on a machine with an NVIDIA GPU
 	@nvidia-smi -L >/dev/null || { echo "make test-gpu needs an NVIDIA GPU; make test runs without one" >&2; exit 1; }
-	@$(PY) -m pytest -n $(GPU_TEST_JOBS) --dist loadfile --no-loadscope-reorder tests/gpu tests/unit -k 'gpu or gdn or attention or tree or walk or cache or candidates or step' $(ARGS)
+	@$(PY) -m pytest -n $(GPU_TEST_JOBS) --dist loadfile --no-loadscope-reorder tests/gpu tests/kernels tests/unit -k 'gpu or gdn or attention or tree or walk or cache or candidates or step' $(ARGS)
 
 BENCHMARK ?= $(shell date +%Y-%m-%d)-$(shell git rev-parse --short HEAD)
 .PHONY: bench-gpu

@@ -7,8 +7,10 @@ What smaller ones compute is in the tests of each kernel, whether they fit in te
 import pytest
 import torch
 
+from ddtree_preflight import gpus as preflight_gpus
 from ddtree_vllm.attention import tiles
 from ddtree_vllm.attention.tiles import Tiles, choose_suffix_tiles, choose_tiles
+from ddtree_vllm.engine import requirements
 from ddtree_vllm.gdn import launch
 from ddtree_vllm.gdn.launch import CommitTiles, ValueSplit, row_tiles, value_split
 
@@ -60,3 +62,9 @@ def test_tiles_for_99_kb_are_smaller_where_the_measured_ones_do_not_fit(on_gpu_w
     assert value_split(16, 48, 128, 128, row_tiles(128)) == ValueSplit(32, 32)
     assert value_split(16, 48, 128, 128, row_tiles(32)) == ValueSplit(128, 32)
     assert launch.longest_chunk() == 16
+
+
+def test_the_role_preflight_refuses_the_gpus_that_the_engine_refuses():
+    """It runs on the host's Python, without the engine beside it."""
+    engine = tuple(".".join(map(str, capability)) for capability in requirements.SUPPORTED_GPUS)
+    assert preflight_gpus.CAPABILITIES == engine
