@@ -67,4 +67,4 @@ def test_tiles_for_99_kb_are_smaller_where_the_measured_ones_do_not_fit(on_gpu_w
 def test_the_role_preflight_refuses_the_gpus_that_the_engine_refuses():
     """It runs on the host's Python, without the engine beside it."""
     engine = tuple(".".join(map(str, capability)) for capability in requirements.SUPPORTED_GPUS)
-    assert preflight_gpus.CAPABILITIES == engine
+    assert engine == preflight_gpus.CAPABILITIES
