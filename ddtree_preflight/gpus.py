@@ -83,6 +83,8 @@ def _memory(host: Host, request: Request, rows: list[dict[str, str]]) -> Iterato
         if any(own.rstrip("@") in group for own in request.own_units):
             used.add(uuid.strip())
     for row in rows:
+        if request.planned_gpus and row["uuid"] not in request.planned_gpus:
+            continue  # beside those that serve, another may do something else
         free = row["memory.free"]
         if row["uuid"] in used or not free.isdigit() or int(free) >= request.gpu_free_mib:
             continue

@@ -18,7 +18,8 @@ class Request:
     tensor_parallel: GPUs of an instance as planned, 0 if there is no plan.
     shm_mib: of a container.
     ports: of the instances, each with the unit that may hold it: port, unit.
-    gpu_free_mib: memory to be free on each GPU that no instance of ours uses.
+    gpu_free_mib: memory to be free on each planned GPU that no instance of ours uses.
+    planned_gpus: their UUIDs; without a plan that names any, every GPU counts.
     memory_mib, cpus: least of the host.
     disk: room that is needed: path, mib, what; of a model also the model itself, the folder `partial`
         of what came of it so far, and the `record` of what was fetched; of a venv what is there once it
@@ -45,6 +46,7 @@ class Request:
     shm_mib: int = 16384
     ports: Sequence[Mapping[str, Any]] = ()
     gpu_free_mib: int = 0
+    planned_gpus: Sequence[str] = ()
     memory_mib: int = 4096
     cpus: int = 2
     disk: Sequence[Mapping[str, Any]] = ()

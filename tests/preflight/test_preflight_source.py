@@ -71,6 +71,14 @@ def test_the_modules_options_and_defaults_are_the_requests():
         assert option["default"] == (list(value) if isinstance(value, tuple) else value), name
 
 
+def test_the_role_asks_with_every_option():
+    """One that it left out would be checked by its default for ever."""
+    tasks = yaml.safe_load((ROLE / "tasks/look.yml").read_text())
+    (asked,) = [task["host_preflight"] for task in tasks if "host_preflight" in task]
+    assert constants(MODULES[0])["ARGUMENTS"].keys() - asked.keys() == {"vllm_version"}
+    assert "preflight__groups" in asked["planned_gpus"]
+
+
 def test_every_check_is_in_the_readme():
     named = set()
     for path in SOURCES:

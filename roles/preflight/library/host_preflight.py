@@ -66,9 +66,14 @@ options:
         description: A systemd unit of ours.
         type: str
   gpu_free_mib:
-    description: Memory to be free on each GPU that no instance of ours uses. V(0) does not look.
+    description: Memory to be free on each planned GPU that no instance of ours uses. V(0) does not look.
     type: int
     default: 0
+  planned_gpus:
+    description: UUIDs of the planned GPUs. Without any, every GPU counts.
+    type: list
+    elements: str
+    default: []
   memory_mib:
     description: Least main memory.
     type: int
@@ -222,6 +227,7 @@ ARGUMENTS = {
         "options": {"port": {"type": "int"}, "unit": {"type": "str"}},
     },
     "gpu_free_mib": {"type": "int", "default": 0},
+    "planned_gpus": {"type": "list", "elements": "str", "default": []},
     "memory_mib": {"type": "int", "default": 4096},
     "cpus": {"type": "int", "default": 2},
     "disk": {
