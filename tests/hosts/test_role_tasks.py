@@ -121,3 +121,35 @@ def test_requirements_of_one_name_are_refused(tmp_path, part, second, said):
     assert ("have one name" in done.stdout, said in done.stdout) == (bool(said), True), done.stdout
     after = {"preflight": "Look for who listens", "install": "Look at what the path"}[part]
     assert (f"TASK [{after}" in done.stdout) == (not said)
+
+
+@pytest.mark.parametrize(
+    ("given", "docker", "said"),
+    [
+        ({}, "exit 0", ""),
+        (
+            {},
+            "echo 'CUDA does not initialise (error 999)' >&2; exit 2",
+            "Instance 0 runs and does not reach its GPUs any more, as after a reload of systemd "
+            "(CUDA does not initialise (error 999)): `systemctl restart ddtree-vllm@0`",
+        ),
+        # A container that is being started again has lost nothing.
+        ({}, "echo 'container is not running' >&2; exit 1", ""),
+        ({"vllm_service_mode": "native"}, "exit 2", ""),
+        ({"health_groups": [{"instance": "0", "gpus": []}]}, "exit 2", ""),
+    ],
+)
+def test_a_container_that_lost_its_gpus_is_named(tmp_path, given, docker, said):
+    """ "Failed to initialize NVML: Unknown Error", after any reload of systemd."""
+    program(tmp_path, "docker", f"echo \"$*\" >>'{tmp_path}/asked'; {docker}")
+    tasks = [{"ansible.builtin.include_tasks": str(ROOT / "roles/health/tasks/cuda.yml")}]
+    container = {
+        "vllm_service_mode": "container",
+        "vllm_service_docker": str(tmp_path / "docker"),
+    }
+    done = play(tmp_path / "play", tasks, {**container, **given})
+    assert done.returncode == (2 if said else 0), done.stdout + done.stderr
+    assert said in done.stdout
+    asked = tmp_path / "asked"
+    exec_cuda = "exec ddtree-vllm-0 /opt/ddtree/bin/ddtree-entrypoint cuda\n"
+    assert (asked.read_text() if asked.exists() else "") == ("" if given else exec_cuda)

@@ -310,6 +310,30 @@ def test_cuda_that_hangs_and_cannot_be_killed_is_a_sentence_with_a_mock_driver(
             process.wait(10)
 
 
+@pytest.mark.parametrize(
+    ("device", "problem", "status", "sentence"),
+    [
+        ("cuda", "", 0, ""),
+        ("cuda", "CUDA does not initialise (error 999)", 2, "CUDA does not initialise (error 999)"),
+        ("cpu", "", 2, "this image serves without a GPU"),
+    ],
+)
+def test_a_running_container_is_asked_whether_it_has_its_gpus(
+    tmp_path, monkeypatch, capfd, device, problem, status, sentence
+):
+    def check():
+        if problem:
+            raise ContainerError(problem)
+
+    (tmp_path / "device").write_text(f"{device}\n")
+    monkeypatch.setattr(main, "DEVICE", tmp_path / "device")
+    monkeypatch.setattr(checks, "check_cuda", check)
+    assert main.main(["cuda"]) == status
+    said = capfd.readouterr().err
+    assert sentence in said
+    assert bool(said) == bool(sentence)
+
+
 def test_without_a_driver_the_container_toolkit_is_named(monkeypatch):
     assert "NVIDIA container toolkit" in checks.probe_cuda("libcuda-that-is-nowhere.so.1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f1c")

@@ -139,6 +139,15 @@ def test_a_dead_engine_ends_the_container_with_an_error_and_is_started_again(dep
     assert deployment.ask("--max-tokens", "8")["tokens"] > 0
 
 
+def test_a_reload_of_systemd_leaves_the_container_serving(deployment):
+    before = deployment.container()["Id"]
+    deployment.lab.run(1, "systemctl daemon-reload")
+    report = deployment.ask("--max-tokens", "24")
+    assert report["chat_pieces"] > 1
+    assert deployment.show("ActiveState") == "active"
+    assert deployment.container()["Id"] == before
+
+
 def test_an_upgrade_and_its_way_back_break_no_stream(deployment):
     lab = deployment.lab
     lab.run(1, f"printf 'FROM {IMAGE}\\nLABEL step=next\\n' | docker build -q -t {NEXT} -", 120)

@@ -20,6 +20,7 @@ This image serves a model with draft trees:
   docker run IMAGE [options]                   the model that variables name, or the demo pair
   docker run IMAGE serve MODEL [options]       MODEL, with its drafter behind --drafter
   docker run IMAGE doctor                      what is installed, and whether it works
+  docker exec CONTAINER /opt/ddtree/bin/ddtree-entrypoint cuda     whether a container still has its GPUs
   docker run IMAGE ddtree-health | ddtree-topology | python3 | sh | bash
 
 Options are those of `ddtree-vllm serve` and of vLLM. Variables, where no option says otherwise:
@@ -40,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str], environment: MutableMapping[str, str]) -> int:
     if words == ["healthcheck"]:
         return _healthcheck(environment)
+    if words == ["cuda"]:
+        _check_device()
+        return 0
     kind, rest = classify(words)
     if kind == "help":
         print(USAGE + "\n".join(f"  {name:<28} {text}" for name, text in _variables()), flush=True)
@@ -70,8 +74,19 @@ def _check(wanted: settings.Serve, environment: MutableMapping[str, str]) -> Non
     _read_api_key(environment)
     checks.check_shm(wanted.number("--tensor-parallel-size", 1))
     wanted.port  # noqa: B018 - raises
-    if DEVICE.read_text(encoding="ascii").strip() == "cuda":
+    if _has_cuda():
         checks.check_cuda()
+
+
+def _has_cuda() -> bool:
+    return DEVICE.read_text(encoding="ascii").strip() == "cuda"
+
+
+def _check_device() -> None:
+    """In a container that runs: a reload of systemd on its host can take the GPUs from it."""
+    if not _has_cuda():
+        raise ContainerError("this image serves without a GPU")
+    checks.check_cuda()
 
 
 def classify(words: list[str]) -> tuple[str, list[str]]:
