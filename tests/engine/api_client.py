@@ -170,27 +170,29 @@ def _ranked_differences(expected: Any, got: Any, where: str, tolerance: float) -
     Of chats: a list of entries with token and score. Of completions: for every position a mapping
     from tokens to scores, or null.
     """
-    if (
-        expected
-        and got
-        and all(isinstance(p, dict) and "logprob" not in p for p in (*expected, *got))
-    ):
-        if len(expected) != len(got):
-            return differences(expected, got, where, tolerance)
-        return [
+    if not (isinstance(expected, list) and isinstance(got, list)) or len(expected) != len(got):
+        return differences(expected, got, where, tolerance)
+    if all(isinstance(e, dict) and isinstance(e.get("token"), str) for e in (*expected, *got)):
+        sides = [
+            {(e["token"], *(e["bytes"] or ())): e["logprob"] for e in side}
+            for side in (expected, got)
+        ]
+        if len(sides[0]) == len(sides[1]) == len(expected):
+            return _ranked(*sides, where, tolerance)
+        return [  # one text of two tokens
             difference
             for i, (a, b) in enumerate(zip(expected, got, strict=True))
-            for difference in _ranked(a, b, f"{where}[{i}]", tolerance)
+            for difference in differences(a, b, f"{where}[{i}]", tolerance)
         ]
-    if not (isinstance(expected, list) and isinstance(got, list)):
-        return differences(expected, got, where, tolerance)
-    sides = [
-        {(e["token"], *(e["bytes"] or ())): e["logprob"] for e in side if isinstance(e, dict)}
-        for side in (expected, got)
+    return [
+        difference
+        for i, (a, b) in enumerate(zip(expected, got, strict=True))
+        for difference in (
+            _ranked(a, b, f"{where}[{i}]", tolerance)
+            if isinstance(a, dict) and isinstance(b, dict)
+            else differences(a, b, f"{where}[{i}]", tolerance)
+        )
     ]
-    if [len(side) for side in sides] != [len(expected), len(got)]:
-        return differences(expected, got, where, tolerance)  # nulls, or one text of two tokens
-    return _ranked(*sides, where, tolerance)
 
 
 def _ranked(expected: dict, got: dict, where: str, tolerance: float) -> list[str]:

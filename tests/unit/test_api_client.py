@@ -54,6 +54,18 @@ def test_positions_of_a_completion_are_compared_one_by_one():
     assert differences(expected, completion([("a", -0.5)]))
 
 
+def test_the_first_token_of_an_echoed_prompt_has_no_scores():
+    first = {"top_logprobs": [None, {"a": -0.5, "b": -2.0}]}
+    assert differences(first, first) == []
+    assert differences(first, {"top_logprobs": [None, {"a": -0.5, "c": -2.0005}]}) == []
+    assert differences(first, {"top_logprobs": [{"a": -0.5, "b": -2.0}, None]})
+
+
+def test_a_text_of_the_model_may_be_called_as_an_entry_is():
+    position = completion([("token", -0.5), ("logprob", -1.0), ("bytes", -2.0)])
+    assert differences(position, position) == []
+
+
 @pytest.mark.parametrize("other", [None, [], [None]])
 def test_null_is_not_a_list_of_scores(other):
     assert differences(chat(("a", -0.5)), {"top_logprobs": other})
