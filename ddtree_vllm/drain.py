@@ -10,6 +10,7 @@ another server. `DrainMiddleware`, which `ddtree-vllm serve` adds, answers statu
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -45,7 +46,7 @@ class DrainMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            self._watch(getattr(scope["app"].state, "engine_client", None))
+            self._watch(scope["app"].state)
         elif scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             if self.draining:
                 await _read_body(receive)
@@ -55,17 +56,24 @@ class DrainMiddleware:
             return
         await self.app(scope, receive, send)
 
-    def _watch(self, engine_client: Any) -> None:
+    def _watch(self, state: Any) -> None:
         """vLLM's server calls the client's `shutdown` on SIGTERM, in a thread of its own."""
+        engine_client = getattr(state, "engine_client", None)
         if engine_client is None:
             return  # a server without an engine, such as vLLM's renderer
         shut_down = engine_client.shutdown
+        loop = asyncio.get_running_loop()
 
         def shutdown(timeout: float | None = None) -> None:
+            if self.draining:
+                return shut_down(timeout=timeout)  # once more, at the end of the program
             self.draining = True
             if timeout:
                 time.sleep(SETTLE_SECONDS)
             shut_down(timeout=timeout)
+            # vLLM then looks through every process of the host before it closes the port. Who came
+            # meanwhile was connected, and would find the connection reset instead of refused.
+            loop.call_soon_threadsafe(_stop_listening, getattr(state, "server", None))
 
         engine_client.shutdown = shutdown
 
@@ -82,6 +90,12 @@ class DrainMiddleware:
                 await send(message)
 
         await self.app(scope, receive, send_unless_overtaken)
+
+
+def _stop_listening(server: Any) -> None:
+    """Closes what a uvicorn server listens on; connections that it has stay."""
+    for listening in getattr(server, "servers", ()):
+        listening.close()
 
 
 async def _read_body(receive: Receive) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -52,15 +53,14 @@ def test_a_drain_finishes_streams_and_turns_new_requests_away(tiny_pair, tmp_pat
         server.process.terminate()
 
         answers: list[httpx.Response] = []
-        while client.is_alive():
-            try:
-                url = f"{server.url}/v1/completions"
+        url = f"{server.url}/v1/completions"
+        # Refused where nobody listens any more; whoever is connected before gets an answer.
+        with contextlib.suppress(httpx.ConnectError):
+            while True:
                 answers.append(httpx.post(url, json=ask(1), timeout=DRAIN_S))
-            except httpx.ConnectError:
-                break  # the last stream has ended, and the server with it
-            if answers[-1].status_code == 503 and client.is_alive():
-                assert httpx.get(f"{server.url}/health").status_code == 200
-            time.sleep(0.1)
+                if answers[-1].status_code == 503 and client.is_alive():
+                    assert httpx.get(f"{server.url}/health").status_code == 200
+                time.sleep(0.02)
         client.join(DRAIN_S)
 
         assert server.process.wait(60) == 0

@@ -3,6 +3,7 @@
 in tests/engine/test_drain.py."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from starlette.applications import Starlette
@@ -19,6 +20,13 @@ class StandInEngineClient:
 
     def shutdown(self, timeout=None):
         self.stops.append(timeout)
+
+
+class StandInListener:
+    closed = False
+
+    def close(self):
+        self.closed = True
 
 
 @pytest.fixture
@@ -141,6 +149,23 @@ def test_a_stop_that_aborts_does_not_wait_for_requests(client, waited, timeout):
     client.engine.shutdown(timeout=timeout)
     assert client.engine.stops == [timeout]
     assert waited == []
+
+
+def test_a_second_stop_waits_no_more(client, waited):
+    """vLLM's program stops the engine once more when it ends."""
+    client.engine.shutdown(timeout=60)
+    client.engine.shutdown(timeout=60)
+    assert client.engine.stops == [60, 60]
+    assert len(waited) == 1
+
+
+def test_nobody_is_connected_once_the_engine_has_stopped(client):
+    """Until vLLM closes the port itself, the kernel would connect who comes, and then reset them."""
+    listening = StandInListener()
+    client.app.state.server = SimpleNamespace(servers=[listening])
+    client.engine.shutdown(timeout=60)
+    client.get("/health")  # the event loop has had a turn
+    assert listening.closed
 
 
 def test_a_server_without_an_engine_starts():
