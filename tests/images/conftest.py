@@ -5,22 +5,19 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests/hosts"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "hosts"))
 
-import lab_hosts  # noqa: E402
+import lab_hosts
+from building import ROOT, base_image, buildah, make_image
 
-from ddtree_vllm import __version__  # noqa: E402
+from ddtree_vllm import __version__
 
-BASE = "localhost/ddtree-test-base:12"
 TOOLS = ("buildah", "mmdebstrap")
-BUILD_TIMEOUT_S = 1800
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,66 +59,6 @@ def build_storage(request):
         clear()
         yield
         clear()
-
-
-def base_image() -> str:
-    """Stands in for debian:12-slim where no registry is reachable: the same packages, from Debian."""
-    known = subprocess.run(
-        ["buildah", "images", "--json"], check=True, capture_output=True, text=True, timeout=60
-    )
-    if BASE in known.stdout:
-        return BASE
-    folder = lab_hosts.work_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    tar = folder / "image-base.tar"
-    if not tar.exists():
-        build = ["mmdebstrap", "--variant=minbase", "bookworm", tar.with_suffix(".part.tar")]
-        subprocess.run(build, check=True, capture_output=True, timeout=900)
-        tar.with_suffix(".part.tar").rename(tar)
-    container = buildah("from", "scratch")
-    buildah("add", container, str(tar), "/")
-    buildah("config", "--cmd", "/bin/bash", container)
-    buildah("commit", "--format", "docker", "--rm", container, BASE)
-    return BASE
-
-
-def buildah(*words: str) -> str:
-    done = subprocess.run(
-        ["buildah", *words], check=False, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip()
-
-
-def make_image(target: str, *arguments: str, root: Path = ROOT, **variables: str) -> str:
-    """`make image`, with what pip needs on this machine handed on to the build; returns its output."""
-    environment = {
-        **os.environ,
-        "ENGINE": "buildah",
-        "ISOLATION": "chroot",
-        "IMAGE": target,
-        **variables,
-    }
-    certificates, wheels = os.environ.get("PIP_CERT"), os.environ.get("PIP_FIND_LINKS", "")
-    if certificates:
-        environment.setdefault("CA_BUNDLE", certificates)
-    if Path(wheels).is_dir() and wheels:
-        environment.setdefault("WHEELS", wheels)
-    log = lab_hosts.work_folder() / f"image-{target}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        done = subprocess.run(
-            ["make", "image", *arguments],
-            cwd=root,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
-            timeout=BUILD_TIMEOUT_S,
-        )
-    said = log.read_text(errors="replace")
-    assert done.returncode == 0, said[-4000:]
-    return said
 
 
 @pytest.fixture(scope="session")

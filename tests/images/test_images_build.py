@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, base_image, buildah, make_image
+from building import ROOT, base_image, buildah, make_image
 
 from ddtree_vllm import SUPPORTED_VLLM, __version__
 

@@ -5,7 +5,7 @@ import json
 import time
 
 import pytest
-from conftest import ROOT
+from building import ROOT
 
 pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.timeout(2400)]
 

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 
-from conftest import ROOT
+from building import ROOT
 
 from ddtree_vllm import __version__
 

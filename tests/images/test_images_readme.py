@@ -8,7 +8,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT
+from building import ROOT
 from lab_hosts import changed
 
 pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.timeout(2400)]

@@ -6,7 +6,7 @@ import shutil
 import time
 
 import pytest
-from conftest import ROOT
+from building import ROOT
 from lab_hosts import changed
 
 from ddtree_vllm import __version__
