@@ -135,13 +135,13 @@ def _serve(arguments: list[str], debug: bool) -> int:
         if debug:
             raise
         raise BadInputError(str(error)) from None
+    if not any(drain.PATH in option for option in given):
+        options = ["--middleware", drain.PATH, *options]
     variables = environment.engine_variables(device)
     if device == "cpu" and not _sets_kv_cache_memory([*given, *in_file]):
         options += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
     if device == "cuda" and config is not None and not _gives("--max-num-seqs", [*given, *in_file]):
         options += ["--max-num-seqs", str(GPU_MAX_NUM_SEQS)]
-    if not any(drain.PATH in option for option in given):
-        options += ["--middleware", drain.PATH]
     print(_announcement(model, options, variables, config, device), flush=True)
     os.environ.update(variables)
     if device == "cpu":

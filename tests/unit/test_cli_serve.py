@@ -113,8 +113,23 @@ def test_serve_hands_vllm_the_tree_options_and_the_users(target, drafter, starte
     assert options[options.index("--port") + 1] == "9"
     printed = capsys.readouterr().out
     assert "trees of up to 31 nodes" in printed
-    assert f"vllm serve {target} --worker-cls" in printed
+    assert (
+        f"vllm serve {target} --middleware ddtree_vllm.drain.DrainMiddleware --worker-cls"
+        in printed
+    )
     assert "TRITON_INTERPRET=1" in printed
+
+
+def test_the_middleware_of_drains_is_added_once_beside_the_users(target, started):
+    ours = "ddtree_vllm.drain.DrainMiddleware"
+    for given, expected in (
+        (["--middleware", "a.b"], [ours, "a.b"]),
+        (["--middleware", ours], [ours]),
+        ([f"--middleware={ours}"], []),
+    ):
+        cli.main(["serve", f"{target}", "--no-speculation", *given])
+        options = started.pop()
+        assert [options[i + 1] for i, o in enumerate(options) if o == "--middleware"] == expected
 
 
 def test_the_printed_command_is_the_one_that_is_run(target, drafter, started, capsys):
