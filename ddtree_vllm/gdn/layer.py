@@ -109,8 +109,14 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         z = z.reshape(z.shape[0], -1, self.head_v_dim)
         # Padding has no tree, and what is never written must not be a NaN.
         out = torch.zeros_like(z, memory_format=torch.contiguous_format)
+        # As vLLM's own layer: its kernels take the gates' rows to be contiguous, and the operator is
+        # declared to write `a`. As a view of the product that would be a copy of all of it.
         torch.ops.vllm.qwen_gdn_attention_core(
-            mixed_qkv, b, a, out, layer_name=_encode_layer_name(self.prefix)
+            mixed_qkv,
+            b.contiguous(),
+            a.contiguous(),
+            out,
+            layer_name=_encode_layer_name(self.prefix),
         )
         return self._output_projection(out, z)
 
@@ -147,8 +153,7 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     ) -> None:
         metadata = self._metadata() if self.verifies_trees else None
         if metadata is None or metadata.spec_sequence_masks is None:
-            # vLLM's kernels take the gates' rows to be contiguous, as its own layer makes them.
-            return super()._forward_core(mixed_qkv, b.contiguous(), a.contiguous(), core_attn_out)
+            return super()._forward_core(mixed_qkv, b, a, core_attn_out)
         self._verify_trees(mixed_qkv, b, a, core_attn_out, metadata)
         if metadata.num_prefills > 0:
             self._stock_linear_rows(mixed_qkv, b, a, core_attn_out, metadata)

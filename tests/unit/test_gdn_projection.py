@@ -11,6 +11,7 @@ from vllm.distributed.parallel_state import (
     ensure_model_parallel_initialized,
     init_distributed_environment,
 )
+from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
 from ddtree_vllm.gdn.layer import TreeGatedDeltaNetAttention
@@ -100,3 +101,36 @@ def test_a_quantised_layer_is_left_as_it_is(parts):
     before = [p.weight.data_ptr() for p in parts]
     assert share_weight(parts) is None
     assert [p.weight.data_ptr() for p in parts] == before
+
+
+def test_vllms_operator_is_given_what_its_own_layer_gives_it(parts):
+    """The real operator, which is declared to write `a`: that must not be a part of the product."""
+    given = {}
+
+    def core(mixed_qkv, b, a, core_attn_out):
+        given.update(mixed_qkv=mixed_qkv, b=b, a=a)
+        core_attn_out.fill_(7)
+
+    made = layer(parts, share_weight(parts))
+    made.prefix, made.head_v_dim = "layer", V
+    made._project = lambda x: TreeGatedDeltaNetAttention._project(made, x)
+    made._forward_core = core
+    made._output_projection = lambda out, z: (out, z)
+    context = SimpleNamespace(no_compile_layers={"layer": made})
+    x = torch.randn(5, HIDDEN)
+    with override_forward_context(context):
+        out, z = TreeGatedDeltaNetAttention.forward_cuda(made, x)
+
+    q, k, v, weight_z = parts[0].weight.split([KEY, KEY, VALUE, VALUE])
+    weight_b, weight_a = parts[1].weight.split([HV, HV])
+    expected = {"mixed_qkv": torch.cat([q, k, v]), "b": weight_b, "a": weight_a}
+    for name, weight in expected.items():
+        torch.testing.assert_close(given[name], x @ weight.T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(z.flatten(1), x @ weight_z.T, rtol=1e-5, atol=1e-5)
+    assert out.shape == (5, HV, V)
+    assert (out == 7).all()
+    written = {t.untyped_storage().data_ptr() for t in (given["a"], out)}
+    read = {t.untyped_storage().data_ptr() for t in (given["mixed_qkv"], given["b"], z)}
+    assert not written & read
+    assert given["a"].is_contiguous()
+    assert given["b"].is_contiguous()
