@@ -17,6 +17,8 @@ from api_cases import MODEL, Case
 TIMEOUT_S = 900
 # As many as the servers run at once: a batch is a mix of cases.
 AT_ONCE = 8
+# Scores of a token on two servers differ by 1e-5. Tokens that are ruled out have one score, -9999.
+TIE = 1e-4
 # What two servers may never agree on.
 _FRESH = {
     "id",
@@ -196,21 +198,17 @@ def _ranked_differences(expected: Any, got: Any, where: str, tolerance: float) -
 
 
 def _ranked(expected: dict, got: dict, where: str, tolerance: float) -> list[str]:
-    """Scores by token: those of each rank agree, and those of each token."""
-
-    def apart(a: float, b: float) -> bool:
-        return abs(a - b) > tolerance * max(1.0, abs(a))
-
+    """Scores by token, in the order of the answer: each rank has its score, and its token but for ties."""
     if len(expected) != len(got):
         return [f"{where}: {len(expected)} entries, with trees {len(got)}: {expected} {got}"]
-    by_rank = zip(sorted(expected.values()), sorted(got.values()), strict=True)
-    found = [f"{where}: a score of {a}, with trees {b}" for a, b in by_rank if apart(a, b)]
-    for token in expected.keys() & got.keys():
-        if apart(expected[token], got[token]):
-            found.append(f"{where}: {token!r} {expected[token]}, with trees {got[token]}")
-    for one, other in ((expected, got), (got, expected)):
-        for token in one.keys() - other.keys():
-            # It had to give way to one that is as likely.
-            if apart(one[token], min(other.values())):
-                found.append(f"{where}: {token!r} {one[token]} on one side alone: {expected} {got}")
+    found = []
+    for (token, score), (other, with_trees) in zip(expected.items(), got.items(), strict=True):
+        found += differences(score, with_trees, f"{where}, the score of {token!r}", tolerance)
+        # A token that is missing had to give way to the last one, one that is there to its neighbour.
+        apart = (
+            abs(one[here] - one.get(there, min(one.values())))
+            for one, here, there in ((expected, token, other), (got, other, token))
+        )
+        if token != other and max(apart) > TIE:
+            found.append(f"{where}: {token!r}, with trees {other!r}: {expected} {got}")
     return found

@@ -27,16 +27,26 @@ def completion(*positions):
 @pytest.mark.parametrize("of", [chat, lambda *entries: completion(entries)])
 class TestTopScores:
     def test_tokens_of_one_score_may_change_places(self, of):
-        expected = of(("a", -0.5), ("b", -2.0), ("c", -2.0005))
-        assert differences(expected, of(("a", -0.5), ("c", -2.0), ("b", -2.0005))) == []
+        expected = of(("a", -0.5), ("b", -2.0), ("c", -2.00005))
+        assert differences(expected, of(("a", -0.5), ("c", -2.0), ("b", -2.00005))) == []
 
     def test_which_of_two_as_likely_tokens_comes_last_is_free(self, of):
         expected = of(("a", -0.5), ("b", -2.0))
-        assert differences(expected, of(("a", -0.5), ("c", -2.0005))) == []
+        assert differences(expected, of(("a", -0.5), ("c", -2.00005))) == []
 
     def test_a_token_that_is_clearly_likelier_must_be_there(self, of):
         found = differences(of(("a", -0.5), ("b", -2.0)), of(("a", -0.5), ("c", -2.1)))
         assert any("'b'" in sentence or "('b'" in sentence for sentence in found)
+
+    def test_tokens_that_are_ruled_out_are_equally_likely(self, of):
+        expected = of(("a", -0.5), ("b", -9999.0))
+        assert differences(expected, of(("a", -0.5), ("c", -9999.0))) == []
+
+    def test_a_score_within_the_tolerance_is_no_tie(self, of):
+        """Scores may differ by 0.002; which token is the likelier one may not depend on that."""
+        expected = of(("a", -0.5), ("b", -2.0), ("c", -2.001))
+        assert differences(expected, of(("a", -0.5), ("c", -2.0), ("b", -2.001)))
+        assert differences(of(("a", -0.5), ("b", -2.0)), of(("b", -0.5), ("c", -2.001)))
 
     def test_a_score_of_a_token_must_agree(self, of):
         """Each rank has its score, but two tokens have each other's."""
@@ -57,7 +67,7 @@ def test_positions_of_a_completion_are_compared_one_by_one():
 def test_the_first_token_of_an_echoed_prompt_has_no_scores():
     first = {"top_logprobs": [None, {"a": -0.5, "b": -2.0}]}
     assert differences(first, first) == []
-    assert differences(first, {"top_logprobs": [None, {"a": -0.5, "c": -2.0005}]}) == []
+    assert differences(first, {"top_logprobs": [None, {"a": -0.5, "c": -2.00005}]}) == []
     assert differences(first, {"top_logprobs": [{"a": -0.5, "b": -2.0}, None]})
 
 
