@@ -44,11 +44,17 @@ def play(folder, tasks, variables, *arguments):
     }
     (folder / "play.yml").write_text(json.dumps([book]))
     given = {"gpu_topology_plan": {"groups": [PAIR]}, **variables}
+    return run_playbook(
+        folder,
+        *("-i", "localhost,", "-e", json.dumps(given), *arguments, folder / "play.yml"),
+        ANSIBLE_LIBRARY=str(ROOT / "roles/model_store/library"),
+    )
+
+
+def run_playbook(folder, *arguments, **environment):
+    """ansible-playbook on this machine, its own files in the folder; returns the finished process."""
     return subprocess.run(
-        [
-            *(find_playbook(), "-i", "localhost,", "-e", json.dumps(given), *arguments),
-            str(folder / "play.yml"),
-        ],
+        [find_playbook(), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -57,7 +63,7 @@ def play(folder, tasks, variables, *arguments):
             **os.environ,
             "ANSIBLE_NOCOLOR": "1",
             "ANSIBLE_HOME": str(folder / "home"),
-            "ANSIBLE_LIBRARY": str(ROOT / "roles/model_store/library"),
+            **environment,
         },
     )
 

@@ -4,13 +4,12 @@
 import hashlib
 import io
 import json
-import os
 import re
-import subprocess
 import tarfile
 
 import pytest
-from lab_hosts import ROOT, find_playbook
+from lab_hosts import ROOT
+from role_plays import run_playbook
 
 pytestmark = [pytest.mark.ansible, pytest.mark.timeout(120)]
 
@@ -83,21 +82,10 @@ class Docker:
             "vllm_service_config_dir": str(self.folder),
         }
         (self.folder / "play.yml").write_text(json.dumps([book]))
-        done = subprocess.run(
-            [
-                *(find_playbook(), "-i", "localhost,", "-e", json.dumps(given), *arguments),
-                str(self.folder / "play.yml"),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=100,
-            env={
-                **os.environ,
-                "ANSIBLE_NOCOLOR": "1",
-                "ANSIBLE_HOME": str(self.folder / "home"),
-                "SALT": self.salt,
-            },
+        done = run_playbook(
+            self.folder,
+            *("-i", "localhost,", "-e", json.dumps(given), *arguments, self.folder / "play.yml"),
+            SALT=self.salt,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return int(re.search(r"changed=(\d+)", done.stdout)[1])

@@ -4,13 +4,11 @@
 import hashlib
 import io
 import json
-import os
-import subprocess
 import tarfile
 
 import pytest
-from lab_hosts import ROOT, find_playbook
-from role_plays import program
+from lab_hosts import ROOT
+from role_plays import program, run_playbook
 
 pytestmark = [pytest.mark.ansible, pytest.mark.timeout(120)]
 
@@ -31,17 +29,8 @@ def refusals(tmp_path):
             **variables,
         }
         (tmp_path / "hosts.yml").write_text(json.dumps({"ddtree": {"hosts": {"here": given}}}))
-        done = subprocess.run(
-            [
-                *(find_playbook(), "-i", str(tmp_path / "hosts.yml")),
-                *("--tags", "preflight", ROOT / "site.yml"),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=100,
-            env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_HOME": str(tmp_path / "home")},
-        )
+        hosts = tmp_path / "hosts.yml"
+        done = run_playbook(tmp_path, "-i", hosts, "--tags", "preflight", ROOT / "site.yml")
         assert done.returncode == 2, done.stdout + done.stderr
         sentences = json.loads((tmp_path / "report.json").read_text())["refused"]
         assert sentences == ["here"], done.stdout

@@ -11,8 +11,8 @@ import sys
 import time
 
 import pytest
-from lab_hosts import ROOT, find_playbook
-from role_plays import PAIR, play, preflight_of, program
+from lab_hosts import ROOT
+from role_plays import PAIR, play, preflight_of, program, run_playbook
 
 pytestmark = [pytest.mark.ansible, pytest.mark.timeout(120)]
 
@@ -304,16 +304,10 @@ def test_the_smoke_playbook_asks_with_the_key_and_shows_it_nowhere(
         "vllm_service_api_key": "s3cret",
     }
     (tmp_path / "hosts.yml").write_text(json.dumps({"ddtree": {"hosts": {"here": given}}}))
-    done = subprocess.run(
-        [
-            *(find_playbook(), "-v", "-i", str(tmp_path / "hosts.yml")),
-            *("-e", f"smoke_expect={expect}", ROOT / "playbooks/smoke.yml"),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-        env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_HOME": str(tmp_path / "home")},
+    done = run_playbook(
+        tmp_path,
+        *("-v", "-i", tmp_path / "hosts.yml", "-e", f"smoke_expect={expect}"),
+        ROOT / "playbooks/smoke.yml",
     )
     assert done.returncode == status, done.stdout + done.stderr
     assert ("tokens a step" if status == 0 else "without 'Paris'") in done.stdout

@@ -22,7 +22,7 @@ esac
 """
 
 
-def test_an_archive_of_podman_holds_the_name_that_the_roles_ask_for(tmp_path):
+def test_an_archive_of_a_stand_in_podman_holds_the_name_that_the_roles_ask_for(tmp_path):
     """podman calls its images localhost/..., and Docker would load them by that name."""
     for name in ("images/build.sh", "images/sbom.py", "images/cpu/Containerfile"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
