@@ -65,13 +65,17 @@ def row_tiles(max_num_rows: int) -> RowTiles:
     return RowTiles(max(MIN_ROWS, triton.next_power_of_2(max_num_rows)), False)
 
 
+ROW_FACTORS = 4
+"""Numbers of a row that do not depend on the value dimension, see `verify`."""
+
+
 class FactorSplit(NamedTuple):
     """How the factors of a step's rows spread over programs.
 
     Attributes:
         heads: value heads of a program, stacked.
         pairs: pairs of row tiles, a program each.
-        numel: floats of all pairs of a program: two square factors each.
+        numel: floats of all pairs of a program: two square factors each, and `ROW_FACTORS` a row.
         block_k: key channels of a pass of its loop.
         num_warps: warps of a program.
     """
@@ -87,13 +91,18 @@ def factor_split(num_reqs: int, num_v_heads: int, tiles: RowTiles) -> FactorSpli
     """Split of the factors of `num_reqs` requests of these row tiles."""
     heads = stacked_heads(num_v_heads, tiles.rows) if interpreting() else 1
     pairs = 3 if tiles.two else 1
-    numel = pairs * 2 * (heads * tiles.rows) ** 2
+    n = heads * tiles.rows
+    numel = pairs * (2 * n + ROW_FACTORS) * n
+    # Fastest of a sweep on an H200 (docs/benchmarks), with the convolution before it.
     block_k, num_warps = 128, 4
     if tiles.two:
+        block_k, num_warps = 64, 8
+    elif tiles.rows == 64 and num_reqs * num_v_heads < 4 * 48:
+        # Few programs: each has a multiprocessor to itself.
         num_warps = 8
     elif tiles.rows == 64:
         block_k = 32
-    elif tiles.rows == 16 and num_reqs >= 16:
+    elif tiles.rows == 16 and num_reqs * num_v_heads >= 4 * 48:
         # Small products leave most of a program's warps idle.
         num_warps = 1
     return FactorSplit(heads, pairs, numel, block_k, num_warps)
@@ -121,10 +130,10 @@ class ValueSplit(NamedTuple):
 # whose requests are not fewer counts. Wide value slices share the rows' own work among more columns;
 # narrow ones leave registers and give more programs.
 _SPLITS = {
-    16: ((16, 128, 32), (4, 64, 32), (0, 32, 128)),
-    32: ((16, 128, 32), (0, 64, 32)),
-    64: ((0, 32, 32),),
-    128: ((4, 64, 32), (0, 32, 128)),
+    16: ((0, 64, 32),),
+    32: ((0, 64, 32),),
+    64: ((8, 64, 32), (0, 32, 128)),
+    128: ((0, 32, 128),),
 }
 
 

@@ -16,7 +16,14 @@ import triton.language as tl
 # former because `tl.sum` is a nested jit function, each call of which costs the interpreter 0.3 ms.
 from triton.language.standard import _sum_combine as sum_combine
 
-__all__ = ["invert_blocks", "invert_unit_lower", "log_decay", "sum_combine", "update_rate"]
+__all__ = [
+    "exact_dot",
+    "invert_blocks",
+    "invert_unit_lower",
+    "log_decay",
+    "sum_combine",
+    "update_rate",
+]
 
 
 @triton.jit
@@ -41,6 +48,24 @@ def update_rate(b):
 
 
 @triton.jit
+def exact_dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a b of float32 matrices, or a b where `acc` is None, see `launch.default_precision`.
+
+    Triton's own "tf32x3" splits a factor anew in every warp that reads it and looks for NaNs in between:
+    half of all instructions of what is built on it. The split is the same: the low term takes what
+    the high one, rounded to the 11 bits that the tensor cores read, leaves of 24.
+    """
+    if PRECISION == "tf32x3":
+        a_high = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        b_high = ((b.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        acc = tl.dot(a - a_high, b_high, acc, input_precision="tf32")
+        acc = tl.dot(a_high, b - b_high, acc, input_precision="tf32")
+        return tl.dot(a_high, b_high, acc, input_precision="tf32")
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def invert_unit_lower(a, level, BITS: tl.constexpr, PRECISION: tl.constexpr):
     """N with (I + A)^-1 = I - N.
 
@@ -58,8 +83,8 @@ def invert_unit_lower(a, level, BITS: tl.constexpr, PRECISION: tl.constexpr):
     inner = tl.where(level == 1, a, 0.0)
     for s in tl.static_range(1, BITS):
         lower = tl.where((level >> s) == 1, a, 0.0)
-        lower -= tl.dot(inner, lower, input_precision=PRECISION)
-        inner += lower - tl.dot(lower, inner, input_precision=PRECISION)
+        lower = exact_dot(-inner, lower, lower, PRECISION)
+        inner += exact_dot(-lower, inner, lower, PRECISION)
     return inner
 
 
@@ -89,11 +114,15 @@ def _double_blocks(at, SIZE: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.con
     """Makes N of blocks of 2 HALF rows from that of blocks of HALF rows."""
     # What other threads wrote is read next.
     tl.debug_barrier()
-    block = tl.arange(0, SIZE // (2 * HALF))[:, None, None] * (2 * HALF * (SIZE + 1))
-    row = tl.arange(0, HALF)[None, :, None]
-    upper = at + (block + row * SIZE + tl.arange(0, HALF)[None, None, :])
+    i = tl.arange(0, HALF)
+    if SIZE == 2 * HALF:
+        # One block: as a batch of one all warps would make all of each product.
+        upper = at + (i[:, None] * SIZE + i[None, :])
+    else:
+        block = tl.arange(0, SIZE // (2 * HALF))[:, None, None] * (2 * HALF * (SIZE + 1))
+        upper = at + (block + i[None, :, None] * SIZE + i[None, None, :])
     lower = tl.load(upper + HALF * SIZE)
     t = tl.load(upper + HALF * (SIZE + 1))
-    lower -= tl.dot(t, lower, input_precision=PRECISION)
-    lower -= tl.dot(lower, tl.load(upper), input_precision=PRECISION)
+    lower = exact_dot(-t, lower, lower, PRECISION)
+    lower = exact_dot(-lower, tl.load(upper), lower, PRECISION)
     tl.store(upper + HALF * SIZE, lower)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ddtree_vllm.gdn.launch import (
+    ROW_FACTORS,
     default_precision,
     factor_split,
     native_bf16,
@@ -28,7 +29,13 @@ from ddtree_vllm.gdn.launch import (
     value_split,
 )
 from ddtree_vllm.gdn.rows import TreeRows
-from ddtree_vllm.gdn.solve import invert_blocks, log_decay, sum_combine, update_rate
+from ddtree_vllm.gdn.solve import (
+    exact_dot,
+    invert_blocks,
+    log_decay,
+    sum_combine,
+    update_rate,
+)
 from ddtree_vllm.gdn.stash import Stash
 
 if TYPE_CHECKING:
@@ -92,6 +99,7 @@ def verify_tree(
         "BLOCK_ROWS": tiles.rows,
         "TWO_TILES": tiles.two,
         "HEADS": factor.heads,
+        "ROW_FACTORS": ROW_FACTORS,
         "PRECISION": precision or default_precision(),
         "BF16": native_bf16(qkv.dtype),
         "OVERLAP": overlapping(),
@@ -112,6 +120,7 @@ def verify_tree(
         stash.log_decay[layer],
         *which,
         rows.null_slot,
+        head_k_dim**-0.5,
         tree.ancestors,
         tree.ancestors.stride(0),
         WORDS=tree.ancestors.shape[2],
@@ -122,18 +131,14 @@ def verify_tree(
     _verify_apply_kernel[head_programs * (head_v_dim // split.block_v), rows.num_reqs](
         qkv,
         qkv.stride(0),
-        b,
-        b.stride(0),
         state,
         state.stride(0),
         out,
         out.stride(0),
         stash.factors,
         stash.u[layer],
-        stash.log_decay[layer],
         *which,
         rows.null_slot,
-        head_k_dim**-0.5,
         V=head_v_dim,
         BLOCK_V=split.block_v,
         BLOCK_K=split.block_k,
@@ -181,16 +186,18 @@ def _ancestor_bits(
     FIRST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     WORDS: tl.constexpr,
+    AXIS: tl.constexpr,
 ):
-    """[n, n] bool: whether column FIRST + j is the row itself or an ancestor of it."""
+    """[n, n] bool: whether row FIRST + j is row i itself or an ancestor of it, with i along AXIS."""
     word: tl.constexpr = FIRST // 32
-    shift = (column & 31)[None, :]
-    bits = tl.load(words + word, mask=valid, other=0)[:, None] >> shift
+    shift = tl.expand_dims(column & 31, AXIS)
+    bits = tl.expand_dims(tl.load(words + word, mask=valid, other=0), 1 - AXIS) >> shift
     if BLOCK_ROWS > 32:
         upper = bits & 0
         if word + 1 < WORDS:
-            upper = tl.load(words + (word + 1), mask=valid, other=0)[:, None] >> shift
-        bits = tl.where((column < 32)[None, :], bits, upper)
+            found = tl.load(words + (word + 1), mask=valid, other=0)
+            upper = tl.expand_dims(found, 1 - AXIS) >> shift
+        bits = tl.where(tl.expand_dims(column < 32, AXIS), bits, upper)
     return (bits & 1) != 0
 
 
@@ -207,6 +214,7 @@ def _tile_decay(
     in_heads,
     same_head,  # [n, n]
     words,  # pointer to the request's bitmasks
+    scratch,  # [n] pointers to 2 n floats of this program
     TILE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -215,18 +223,24 @@ def _tile_decay(
     """Sum of the log-decay along the path to each row of tile TILE, [n] float64."""
     local = column + TILE * BLOCK_ROWS
     valid = (local < num_rows) & in_heads
-    decay = tl.full([column.shape[0]], 0.0, tl.float64)
+    n: tl.constexpr = column.shape[0]
+    # A thread adds up whole rows of its own, out of memory: from registers it would either ask the
+    # other threads for every term or work out all of them itself.
     for earlier in tl.static_range(TILE + 1):
-        seen = _ancestor_bits(
-            words + local * WORDS, valid, column, earlier * BLOCK_ROWS, BLOCK_ROWS, WORDS
-        )
-        if HEADS > 1:
-            seen = seen & same_head
         there = (column + earlier * BLOCK_ROWS < num_rows) & in_heads
         at = a_ptr + ((row + earlier * BLOCK_ROWS) * a_stride + head)
         a = tl.load(at, mask=there, other=0.0).to(tl.float32)
-        g = log_decay(a, a_log, dt_bias).to(tl.float64)
-        decay += tl.reduce(tl.where(seen, g[None, :], 0.0), 1, sum_combine)
+        tl.store(scratch + earlier * n, log_decay(a, a_log, dt_bias))
+    tl.debug_barrier()
+    decay = tl.full([n], 0.0, tl.float64)
+    for earlier in tl.static_range(TILE + 1):
+        seen = _ancestor_bits(
+            words + local * WORDS, valid, column, earlier * BLOCK_ROWS, BLOCK_ROWS, WORDS, 1
+        )
+        if HEADS > 1:
+            seen = seen & same_head
+        g = tl.load(scratch + earlier * n).to(tl.float64)
+        decay += tl.reduce(tl.where(seen, g[:, None], 0.0), 0, sum_combine)
     return decay
 
 
@@ -240,7 +254,7 @@ def _verify_factor_kernel(
     b_stride,
     a_log_ptr,  # [HV]
     dt_bias_ptr,  # [HV]
-    factors_ptr,  # [R, head programs, pairs, 2, n, n]
+    factors_ptr,  # [R, head programs, pairs, 2 n + ROW_FACTORS, n]
     stash_k_ptr,  # [max_rows, HK, K]
     stash_decay_ptr,  # [max_rows, HV] float64
     slots_ptr,  # [R]
@@ -249,6 +263,7 @@ def _verify_factor_kernel(
     num_rows_ptr,  # [R]
     stash_start_ptr,  # [R]
     null_slot,
+    scale,
     ancestors_ptr,  # [S, N + 1, WORDS]
     ancestors_stride,
     HK: tl.constexpr,
@@ -259,6 +274,7 @@ def _verify_factor_kernel(
     TWO_TILES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HEADS: tl.constexpr,
+    ROW_FACTORS: tl.constexpr,
     PRECISION: tl.constexpr,
     BF16: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -268,8 +284,9 @@ def _verify_factor_kernel(
     With one tile that pair is (0, 0); with two there are (0, 0), (1, 1) and (1, 0): rows of tile 1
     see those of tile 0, never the other way round, as parents come first. The first factor of a
     tile with itself is N of (I + A)^-1 = I - N; of (1, 0) it is A itself. The second mixes updates
-    into outputs. Both take updates that carry 1 / |k|, but for N. Leaves k and the log-decays in
-    the stash.
+    into outputs. Both take updates that carry 1 / |k|, but for N. Then come, for each row, what the
+    right-hand side takes of v and of S^T k, 1 / |k|, and what the output takes of S^T q. Leaves k
+    and the log-decays in the stash.
     """
     if OVERLAP:
         # In this order: the second kernel reads what the convolution wrote without waiting for it.
@@ -330,6 +347,7 @@ def _verify_factor_kernel(
     kk = tl.full([n, n], 0.0, tl.float32)
     qk = kk
     square = tl.full([n], 0.0, tl.float32)
+    q_square = square
     other_square = square
     for start in range(0, K, BLOCK_K):
         channel = (start + tl.arange(0, BLOCK_K))[None, :]
@@ -337,9 +355,11 @@ def _verify_factor_kernel(
         k = tl.load(at[:, None] + (channel + HK * K), mask=valid[:, None], other=0.0)
         tl.store(stash_to[:, None] + channel, k.to(stash_k_ptr.dtype.element_ty), mask=stash_mask)
         wide = k.to(tl.float32)
+        q_wide = q.to(tl.float32)
         square += tl.reduce(wide * wide, 1, sum_combine)
+        q_square += tl.reduce(q_wide * q_wide, 1, sum_combine)
         if not BF16:
-            q = q.to(tl.float32)
+            q = q_wide
             k = wide
         if TWO_TILES:
             other = tl.load(other_at[:, None] + channel, mask=other_valid[:, None], other=0.0)
@@ -353,6 +373,9 @@ def _verify_factor_kernel(
         kk = tl.dot(k, other, kk, input_precision=PRECISION)
         qk = tl.dot(q, other, qk, input_precision=PRECISION)
 
+    program = req.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    factor = factors_ptr + (program * tl.num_programs(2) + pair) * ((2 * n + ROW_FACTORS) * n)
+    row_factors = factor + (2 * n * n + stacked)
     decay0 = _tile_decay(
         a_ptr,
         a_stride,
@@ -365,12 +388,13 @@ def _verify_factor_kernel(
         in_heads,
         same_head,
         words,
+        row_factors,
         0,
         BLOCK_ROWS,
         WORDS,
         HEADS,
     )
-    seen = _ancestor_bits(words + column * WORDS, valid, column, 0, BLOCK_ROWS, WORDS)
+    seen = _ancestor_bits(words + column * WORDS, valid, column, 0, BLOCK_ROWS, WORDS, 0)
     decay = decay0
     other_decay = decay0
     other_unit = tl.rsqrt(square + 1e-6)
@@ -389,32 +413,41 @@ def _verify_factor_kernel(
                 in_heads,
                 same_head,
                 words,
+                row_factors,
                 1,
                 BLOCK_ROWS,
                 WORDS,
                 HEADS,
             )
             at_words = words + local * WORDS
-            seen = _ancestor_bits(at_words, valid, column, 0, BLOCK_ROWS, WORDS)
+            seen = _ancestor_bits(at_words, valid, column, 0, BLOCK_ROWS, WORDS, 0)
             if pair == 1:
                 other_decay = decay
-                seen = _ancestor_bits(at_words, valid, column, BLOCK_ROWS, BLOCK_ROWS, WORDS)
+                seen = _ancestor_bits(at_words, valid, column, BLOCK_ROWS, BLOCK_ROWS, WORDS, 0)
     if HEADS > 1:
         seen = seen & same_head
     # Masked before exp: elsewhere the difference can be positive and overflow.
     gap = tl.where(seen, decay[:, None] - other_decay[None, :], -float("inf"))
     ratio = tl.exp(gap.to(tl.float32))
     b = tl.load(b_ptr + (row * b_stride + head), mask=valid, other=0.0).to(tl.float32)
+    rate = update_rate(b)
+    unit = tl.rsqrt(square + 1e-6)
+    out_unit = scale * tl.rsqrt(q_square + 1e-6)
     if TWO_TILES:
         # The updates of tile 0 carry 1 / |k| when tile 1 takes them.
         other_unit = tl.where(pair == 2, 1.0, other_unit)
-    a = (update_rate(b) * tl.rsqrt(square + 1e-6))[:, None] * ratio * kk * other_unit[None, :]
+    a = (rate * unit)[:, None] * ratio * kk * other_unit[None, :]
 
-    program = req.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    factor = factors_ptr + (program * tl.num_programs(2) + pair) * (2 * n * n)
     at = stacked[:, None] * n + stacked[None, :]
     tl.store(factor + at, a)
-    tl.store(factor + (at + n * n), ratio * qk)
+    tl.store(factor + (at + n * n), out_unit[:, None] * ratio * qk)
+    growth = tl.exp(decay.to(tl.float32))
+    # All threads have read what was here.
+    tl.debug_barrier()
+    tl.store(row_factors, rate)
+    tl.store(row_factors + n, rate * growth * unit)
+    tl.store(row_factors + 2 * n, unit)
+    tl.store(row_factors + 3 * n, growth * out_unit)
     tl.store(stash_decay_ptr + (stash_row * HV + head), decay, mask=valid & (pair < 2))
     if pair < 2:
         tl.debug_barrier()
@@ -428,16 +461,13 @@ def _apply_tile(
     valid,  # [n]
     factors,  # [n, n] pointers into the factors of tile 0 with itself
     u0,  # [n, BLOCK_V] what tile 0 returned, used if TILE is 1
+    row_factors,  # [n] pointers to the first row factors of tile 0
     qkv_ptr,
     qkv_stride,
-    b_ptr,
-    b_stride,
     state,  # [BLOCK_V] pointers into the slot, at value head 0
     out_ptr,
     out_stride,
     stash_u_ptr,
-    stash_decay_ptr,
-    scale,
     first_head,
     tile_head,  # [n] which of the HEADS a row belongs to
     head,
@@ -450,6 +480,7 @@ def _apply_tile(
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HEADS: tl.constexpr,
+    ROW_FACTORS: tl.constexpr,
     PRECISION: tl.constexpr,
     BF16: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -463,19 +494,13 @@ def _apply_tile(
     # registers free: what stays are the sums.
     ks = tl.full([n, BLOCK_V], 0.0, tl.float32)
     qs = ks
-    k_square = tl.full([n], 0.0, tl.float32)
-    q_square = k_square
     for start in range(0, K, BLOCK_K):
         channel = (start + tl.arange(0, BLOCK_K))[None, :]
         q = tl.load(q_at + channel, mask=mask, other=0.0)
         k = tl.load(q_at + (channel + HK * K), mask=mask, other=0.0)
-        q_wide = q.to(tl.float32)
-        k_wide = k.to(tl.float32)
-        q_square += tl.reduce(q_wide * q_wide, 1, sum_combine)
-        k_square += tl.reduce(k_wide * k_wide, 1, sum_combine)
         if not BF16:
-            q = q_wide
-            k = k_wide
+            q = q.to(tl.float32)
+            k = k.to(tl.float32)
         for h in tl.static_range(HEADS):
             s_at = state + tl.minimum(first_head + h, HV - 1) * (V * K)
             s = tl.trans(tl.load(s_at[:, None] + channel).to(tl.float32))
@@ -500,26 +525,23 @@ def _apply_tile(
     if OVERLAP and TILE == 0:
         # Up to here nothing came from the first kernel.
         tl.extra.cuda.gdc_wait()
-    k_unit = tl.rsqrt(k_square + 1e-6)
-    decay = tl.load(stash_decay_ptr + (stash_row * HV + head), mask=valid, other=0.0)
-    growth = tl.exp(decay.to(tl.float32))
-    b = tl.load(b_ptr + (row * b_stride + head), mask=valid, other=0.0).to(tl.float32)
+    pair: tl.constexpr = (2 * n + ROW_FACTORS) * n
+    own = factors + TILE * pair
+    row_factors += TILE * pair
     v_head = head * V
     v_at = (at + (2 * HK * K + v_head))[:, None] + v_channel
     v = tl.load(v_at, mask=mask, other=0.0).to(tl.float32)
-    rhs = update_rate(b)[:, None] * (v - (growth * k_unit)[:, None] * ks)
-    mixed = growth[:, None] * qs
+    rhs = tl.load(row_factors)[:, None] * v - tl.load(row_factors + n)[:, None] * ks
+    mixed = tl.load(row_factors + 3 * n)[:, None] * qs
     if TILE == 1:
         # What tile 0 passes on is one more term of the right-hand side.
-        rhs -= tl.dot(tl.load(factors + 4 * n * n), u0, input_precision=PRECISION)
-        mixed = tl.dot(tl.load(factors + 5 * n * n), u0, mixed, input_precision=PRECISION)
-    solve = tl.load(factors + TILE * 2 * n * n)
-    u = rhs - tl.dot(solve, rhs, input_precision=PRECISION)
+        between = factors + 2 * pair
+        rhs -= exact_dot(tl.load(between), u0, None, PRECISION)
+        mixed = exact_dot(tl.load(between + n * n), u0, mixed, PRECISION)
+    u = rhs - exact_dot(tl.load(own), rhs, None, PRECISION)
     # From here on u carries 1 / |k|, and k is raw wherever the two meet.
-    u *= k_unit[:, None]
-    mix = tl.load(factors + (TILE * 2 + 1) * n * n)
-    mixed = tl.dot(mix, u, mixed, input_precision=PRECISION)
-    o = (scale * tl.rsqrt(q_square + 1e-6))[:, None] * mixed
+    u *= tl.load(row_factors + 2 * n)[:, None]
+    o = exact_dot(tl.load(own + n * n), u, mixed, PRECISION)
     out_at = out_ptr + (row * out_stride + v_head)[:, None] + v_channel
     tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=mask)
     u_to = stash_u_ptr + (stash_row * (HV * V) + v_head)[:, None] + v_channel
@@ -531,22 +553,18 @@ def _apply_tile(
 def _verify_apply_kernel(
     qkv_ptr,  # [T, 2 HK K + HV V]
     qkv_stride,
-    b_ptr,  # [T, HV]
-    b_stride,
     state_ptr,  # [slots, HV, V, K]
     state_stride,
     out_ptr,  # [T, HV, V]
     out_stride,
-    factors_ptr,  # [R, head programs, pairs, 2, n, n]
+    factors_ptr,  # [R, head programs, pairs, 2 n + ROW_FACTORS, n]
     stash_u_ptr,  # [max_rows, HV, V]
-    stash_decay_ptr,  # [max_rows, HV] float64
     slots_ptr,  # [R]
     state_slots_ptr,  # [R]
     row_start_ptr,  # [R]
     num_rows_ptr,  # [R]
     stash_start_ptr,  # [R]
     null_slot,
-    scale,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -556,6 +574,7 @@ def _verify_apply_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HEADS: tl.constexpr,
+    ROW_FACTORS: tl.constexpr,
     PRECISION: tl.constexpr,
     BF16: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -591,7 +610,8 @@ def _verify_apply_kernel(
     row = tl.load(row_start_ptr + req).to(tl.int64) + column
     stash_row = tl.load(stash_start_ptr + req).to(tl.int64) + column
     program = req.to(tl.int64) * (tl.num_programs(0) // v_splits) + head_program
-    factors = factors_ptr + program * (pairs * 2 * n * n)
+    factors = factors_ptr + program * (pairs * (2 * n + ROW_FACTORS) * n)
+    row_factors = factors + (2 * n * n + stacked)
     factors += stacked[:, None] * n + stacked[None, :]
 
     u0 = _apply_tile(
@@ -600,16 +620,13 @@ def _verify_apply_kernel(
         (column < num_rows) & in_heads,
         factors,
         0.0,
+        row_factors,
         qkv_ptr,
         qkv_stride,
-        b_ptr,
-        b_stride,
         state,
         out_ptr,
         out_stride,
         stash_u_ptr,
-        stash_decay_ptr,
-        scale,
         first_head,
         tile_head,
         head,
@@ -622,6 +639,7 @@ def _verify_apply_kernel(
         BLOCK_V,
         BLOCK_K,
         HEADS,
+        ROW_FACTORS,
         PRECISION,
         BF16,
         OVERLAP,
@@ -634,16 +652,13 @@ def _verify_apply_kernel(
                 (column + BLOCK_ROWS < num_rows) & in_heads,
                 factors,
                 u0,
+                row_factors,
                 qkv_ptr,
                 qkv_stride,
-                b_ptr,
-                b_stride,
                 state,
                 out_ptr,
                 out_stride,
                 stash_u_ptr,
-                stash_decay_ptr,
-                scale,
                 first_head,
                 tile_head,
                 head,
@@ -656,6 +671,7 @@ def _verify_apply_kernel(
                 BLOCK_V,
                 BLOCK_K,
                 HEADS,
+                ROW_FACTORS,
                 PRECISION,
                 BF16,
                 OVERLAP,

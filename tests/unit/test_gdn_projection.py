@@ -33,7 +33,7 @@ def one_rank(tmp_path_factory):
 
 
 @pytest.fixture
-def parts(one_rank):
+def parts(one_rank, device):
     """The two layers as vLLM makes them, on one rank."""
 
     def linear(sizes):
@@ -41,6 +41,7 @@ def parts(one_rank):
 
     made = linear([KEY, KEY, VALUE, VALUE]), linear([HV, HV])
     for part in made:
+        part.to(device)
         torch.nn.init.normal_(part.weight)
     return made
 
@@ -64,7 +65,7 @@ def project(parts, in_proj, x):
 
 
 def test_one_product_gives_what_the_two_give(parts):
-    x = torch.randn(9, HIDDEN)
+    x = torch.randn(9, HIDDEN, device=parts[0].weight.device)
     merged = project(parts, share_weight(parts), x)
     for part in parts:
         part.quant_method.process_weights_after_loading(part)
@@ -77,10 +78,10 @@ def test_one_product_gives_what_the_two_give(parts):
 def test_weights_loaded_afterwards_are_those_of_the_product(parts):
     """As a checkpoint is read, and as weights are loaded anew by a running server."""
     shared = share_weight(parts)
-    z, a = torch.randn(VALUE, HIDDEN), torch.randn(HV, HIDDEN)
+    z, a = (torch.randn(rows, HIDDEN, device=shared.device) for rows in (VALUE, HV))
     parts[0].weight.weight_loader(parts[0].weight, z, 3)
     parts[1].weight.weight_loader(parts[1].weight, a, 1)
-    x = torch.randn(5, HIDDEN)
+    x = torch.randn(5, HIDDEN, device=parts[0].weight.device)
     _, got_z, _, got_a = project(parts, shared, x)
     torch.testing.assert_close(got_z, x @ z.T, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got_a, x @ a.T, rtol=1e-5, atol=1e-5)
@@ -117,7 +118,7 @@ def test_vllms_operator_is_given_what_its_own_layer_gives_it(parts):
     made._forward_core = core
     made._output_projection = lambda out, z: (out, z)
     context = SimpleNamespace(no_compile_layers={"layer": made})
-    x = torch.randn(5, HIDDEN)
+    x = torch.randn(5, HIDDEN, device=parts[0].weight.device)
     with override_forward_context(context):
         out, z = TreeGatedDeltaNetAttention.forward_cuda(made, x)
 

@@ -259,9 +259,10 @@ def test_layers_do_not_share_a_stash(rng, device):
 def test_the_stash_is_counted_before_it_is_allocated(rng):
     step = Step(rng, [chain(6)], num_layers=2, dtype=torch.bfloat16)
     per_row = step.stash.bytes_per_row(2, 1, 2, 64, 64, torch.bfloat16)
-    # A request of 6 rows: two square factors of two heads' tiles of 16 rows, stacked or not.
+    # A request of 6 rows: two square factors of two heads' tiles of 16 rows, stacked or not, and four
+    # numbers of every row.
     factors = 4 * num_factors(1, 6, 2)
-    assert factors in (4 * 2 * 32**2, 4 * 2 * 2 * 16**2)
+    assert factors in (4 * (2 * 32**2 + 4 * 32), 4 * 2 * (2 * 16**2 + 4 * 16))
     assert step.stash.bytes() == 6 * per_row + factors
     # Per layer and row: k 64 and 4 x 64 channels of 2 bytes, u 2 x 64 of 4, log-decay 2 of 8.
     assert per_row == 2 * (64 * 2 + 256 * 2 + 128 * 4 + 2 * 8)
