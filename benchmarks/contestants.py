@@ -68,6 +68,13 @@ def share_layers(model: Any) -> int:
             for key, parameter in layers[i].named_parameters():
                 if key in first and first[key].shape == parameter.shape:
                     parameter.data = first[key].data
+            # What the parameters of a layer are views of stays with it as a buffer.
+            sources = dict(layers[i % PERIOD].named_modules())
+            for key, part in layers[i].named_modules():
+                for name, buffer in part.named_buffers(recurse=False):
+                    other = getattr(sources.get(key), name, None)
+                    if other is not None and other.shape == buffer.shape:
+                        setattr(part, name, other)
     for parameter in model.parameters():
         seen[parameter.data_ptr()] = parameter.numel() * parameter.element_size()
     return sum(seen.values())

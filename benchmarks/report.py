@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts a run's files together: one JSON with provenance and ratios, and the plots.
 
-    python benchmarks/report.py --steps FILE.json --kernels FILE.json --acceptance FILE.json \
-        --provenance FILE.json --name 2026-11-29-h200
+    python benchmarks/report.py --steps ROUND1.json ROUND2.json --kernels FILE.json \
+        --acceptance FILE.json --provenance FILE.json --name 2026-11-29-h200
 
---acceptance alone makes NAME-acceptance.json, .md and .png, and so does it beside the others.
+Contestants that took turns are a round; ratios are made within one. Tokens per second are the demo
+pair's acceptance at the same budget (mixed prompts, greedy), for chains and trees alike, over the
+step. --acceptance alone makes NAME-acceptance.json, .md and .png, and so does it beside the others.
 Needs matplotlib (constraints/bench.txt). Missing figures stay out of `ratios`; nothing is guessed.
 """
 
@@ -16,44 +18,54 @@ from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
-# Tokens per step of the demo pair, greedy, 128 held-out prompts (docs/demo-pair.md): what turns a
-# step's time into tokens per second, for chains and trees alike.
-ACCEPTANCE = {
-    "ar": 1.0,
-    "vllm-chain15": 3.20,
-    "vllm-chain15-again": 3.20,
-    "chain15": 3.20,
-    "tree15": 3.95,
-    "tree31": 4.29,
-    "tree63": 4.58,
-    "tree127": 4.81,
-}
+# vLLM's chain plays in every round.
+REFERENCE = "vllm-chain15"
+# What turns a step's time into tokens per second.
+ACCEPTANCE_CELL = "mixed:0"
 MEMORY_UTILISATION = 0.92
 # Kernels of a step by what they do; the first pattern that a name holds decides.
 CATEGORIES = (
     ("matrix products", ("nvjet", "gemm", "splitKreduce", "cutlass_80", "ll_bf16")),
     ("attention", ("flash", "tree_attention", "merge_splits", "reshape_and_cache")),
-    ("Gated DeltaNet", ("_verify_", "fused_sigmoid_gating", "fused_gdn", "conv", "_commit")),
+    ("Gated DeltaNet", ("_verify_", "fused_sigmoid_gating", "fused_gdn", "gated_delta", "conv", "_commit")),
     ("sampling, drafting, trees", ("gumbel", "candidates", "best_first", "walk", "linearise",
                                    "compact", "top_k", "argmax", "sampl", "reject", "_plan")),
     ("norms, gates, copies", ("",)),
 )  # fmt: skip
 
 
+def merged(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """All contestants; one that has played before has the number of its round in its name."""
+    steps: dict[str, Any] = {}
+    for number, results in enumerate(rounds, 1):
+        for name, result in results.items():
+            key = name if name not in steps else f"{name}, round {number}"
+            steps[key] = {"round": number, **result}
+    return steps
+
+
+def reference(steps: dict[str, Any], name: str) -> str:
+    """vLLM's chain in the round of this contestant."""
+    number = steps[name]["round"]
+    return REFERENCE if steps[REFERENCE]["round"] == number else f"{REFERENCE}, round {number}"
+
+
 def ratios(steps: dict[str, Any], kernels: dict[str, Any]) -> dict[str, float]:
     """The figures that are held to a target, as far as they were measured."""
 
     def step(name: str, batch: int) -> float:
-        return steps[name]["cells"][f"1000:{batch}"]["median_ms"]
+        cell = f"1000:{batch}"
+        chain = steps[reference(steps, name)]["cells"][cell]["median_ms"]
+        return steps[name]["cells"][cell]["median_ms"] / chain
 
     wanted = {
-        "step_tree63_over_chain15_b1": lambda: step("tree63", 1) / step("vllm-chain15", 1),
-        "step_tree63_over_chain15_b4": lambda: step("tree63", 4) / step("vllm-chain15", 4),
-        "step_tree15_over_chain15_b16": lambda: step("tree15", 16) / step("vllm-chain15", 16),
-        "chain_policy_over_vllm_chain_b1": lambda: step("chain15", 1) / step("vllm-chain15", 1),
-        "chain_policy_over_vllm_chain_b16": lambda: step("chain15", 16) / step("vllm-chain15", 16),
+        "step_tree63_over_chain15_b1": lambda: step("tree63", 1),
+        "step_tree63_over_chain15_b4": lambda: step("tree63", 4),
+        "step_tree15_over_chain15_b16": lambda: step("tree15", 16),
+        "chain_policy_over_vllm_chain_b1": lambda: step("chain15", 1),
+        "chain_policy_over_vllm_chain_b16": lambda: step("chain15", 16),
         "capacity_over_vllm_chain": lambda: (
-            capacity(steps, "tree63") / capacity(steps, "vllm-chain15")
+            capacity(steps, "tree63") / capacity(steps, reference(steps, "tree63"))
         ),
         "overhead_ms_b16_n31": lambda: kernels["tree"]["b16_n31"]["overhead_ms"],
         "gdn_commit_over_copy_b16": lambda: kernels["commit"]["b16"]["over_copy"],
@@ -96,13 +108,23 @@ def categories(kernels: list[list[Any]]) -> dict[str, float]:
     return sums
 
 
-def tokens_per_second(steps: dict[str, Any]) -> dict[str, dict[str, float]]:
+def tokens_per_step(acceptance: dict[str, Any], name: str) -> float:
+    """The demo pair's, of this contestant; vLLM's chain accepts what a chain accepts."""
+    name = name.split(",", maxsplit=1)[0].removeprefix("vllm-")
+    if name == "ar":
+        return 1.0
+    return acceptance["tokens_per_step"][name][ACCEPTANCE_CELL]["tokens_per_step"]
+
+
+def tokens_per_second(
+    steps: dict[str, Any], acceptance: dict[str, Any]
+) -> dict[str, dict[str, float]]:
     table: dict[str, dict[str, float]] = {}
     for name, result in steps.items():
         for cell, figures in result["cells"].items():
             if "median_ms" in figures:
                 batch = int(cell.split(":")[1])
-                rate = 1e3 * batch * ACCEPTANCE[name] / figures["median_ms"]
+                rate = 1e3 * batch * tokens_per_step(acceptance, name) / figures["median_ms"]
                 table.setdefault(cell, {})[name] = round(rate, 1)
     return table
 
@@ -176,15 +198,19 @@ def report_acceptance(acceptance: dict[str, Any], provenance: dict[str, Any], st
     print(page)
 
 
-def plots(steps: dict[str, Any], kernels: dict[str, Any], stem: Path) -> None:
+def plots(
+    steps: dict[str, Any], kernels: dict[str, Any], acceptance: dict[str, Any], stem: Path
+) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
-    rates = tokens_per_second(steps)
+    rates = tokens_per_second(steps, acceptance)
     for name, result in steps.items():
+        if name.startswith(f"{REFERENCE},"):
+            continue
         cells = [
             (int(cell.split(":")[1]), figures["median_ms"], rates[cell][name])
             for cell, figures in result["cells"].items()
@@ -203,7 +229,10 @@ def plots(steps: dict[str, Any], kernels: dict[str, Any], stem: Path) -> None:
     figure.savefig(stem.with_name(stem.name + "-steps.png"), dpi=110)
 
     bars = [
-        (f"{name}\nbatch {cell.split(':')[1]}", categories(profile["kernels"]))
+        (
+            "\n".join([*name.split(", "), f"batch {cell.split(':')[1]}"]),
+            categories(profile["kernels"]),
+        )
         for name, result in steps.items()
         for cell, profile in result["profiles"].items()
         if "kernels" in profile
@@ -215,6 +244,7 @@ def plots(steps: dict[str, Any], kernels: dict[str, Any], stem: Path) -> None:
             heights = [sums[category] for _, sums in bars]
             axes.bar([label for label, _ in bars], heights, bottom=bottoms, label=category)
             bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
+        axes.tick_params(axis="x", labelsize=7)
         axes.set_ylabel("kernel milliseconds a step")
         axes.legend()
         figure.tight_layout()
@@ -238,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=Path)
+    parser.add_argument("--steps", type=Path, nargs="+", metavar="FILE", help="one for each round")
     parser.add_argument("--kernels", type=Path)
     parser.add_argument("--acceptance", type=Path)
     parser.add_argument("--provenance", type=Path, required=True)
@@ -247,13 +277,14 @@ def main() -> None:
     args = parser.parse_args()
     provenance = json.loads(args.provenance.read_text())
     stem = args.directory / args.name
-    if args.acceptance:
-        report_acceptance(json.loads(args.acceptance.read_text()), provenance, stem)
-    if not (args.steps and args.kernels):
-        if not args.acceptance or args.steps or args.kernels:
-            parser.error("give --steps and --kernels, or --acceptance, or all three")
+    if not args.acceptance or bool(args.steps) != bool(args.kernels):
+        parser.error("give --acceptance, alone or with --steps and --kernels")
+    acceptance = json.loads(args.acceptance.read_text())
+    report_acceptance(acceptance, provenance, stem)
+    if not args.steps:
         return
-    steps, kernels = json.loads(args.steps.read_text()), json.loads(args.kernels.read_text())
+    steps = merged([json.loads(file.read_text()) for file in args.steps])
+    kernels = json.loads(args.kernels.read_text())
     for result in steps.values():
         for profile in result["profiles"].values():
             if "kernels" in profile:
@@ -262,8 +293,8 @@ def main() -> None:
     report = {
         **provenance,
         "ratios": ratios(steps, kernels),
-        "tokens_per_second": tokens_per_second(steps),
-        "acceptance": ACCEPTANCE,
+        "tokens_per_second": tokens_per_second(steps, acceptance),
+        "acceptance": {name: tokens_per_step(acceptance, name) for name in steps},
         "capacity_8192": {
             name: round(capacity(steps, name), 1)
             for name, result in steps.items()
@@ -273,7 +304,7 @@ def main() -> None:
         "kernels": kernels,
     }
     stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    plots(steps, kernels, stem)
+    plots(steps, kernels, acceptance, stem)
     print(
         json.dumps(
             {key: report[key] for key in ("ratios", "tokens_per_second", "capacity_8192")}, indent=1

@@ -18,24 +18,24 @@ fi
 "$python" benchmarks/acceptance.py --logs "$out" --prompts "$out/acceptance-prompts.json" \
   --out "$out/acceptance.json"
 
-cells=(--cells "1000:1,2,4,8,16" "8000:1,4" "32000:1,2" --profile "1000:1,4" --max-num-seqs 16)
-# Two rounds, since all contestants do not fit on one GPU; vLLM's chain plays in both.
-first="vllm-chain15,tree63,chain15,tree15"
-second="vllm-chain15,ar,tree31,tree127"
-cache=10,vllm-chain15=43
+# Three rounds, since all contestants do not fit on one GPU; vLLM's chain plays in each of them, and
+# has room for 16 requests. Longer contexts at smaller batches.
+rounds=("vllm-chain15,tree63,chain15" "vllm-chain15,tree15,ar" "vllm-chain15,tree31,tree127")
+cells=(--cells "1000:1,2,4,8,16,32" "8000:1,4" "32000:1" --profile "1000:1,4,16"
+  --max-num-seqs "16,chain15=32,tree15=32,ar=32,tree127=8"
+  --cache-gib "10,vllm-chain15=43,chain15=12,tree15=12")
 "$python" benchmarks/kernels.py --out "$out/kernels.json"
-"$python" benchmarks/step_time.py --contestants "$first" "${cells[@]}" --cache-gib "$cache" \
-  --logs "$out" --out "$out/steps-1.json"
-"$python" benchmarks/step_time.py --contestants "$second" "${cells[@]}" --cache-gib "$cache" \
-  --logs "$out" --out "$out/steps-2.json"
+steps=()
+for contestants in "${rounds[@]}"; do
+  steps+=("$out/steps-$((${#steps[@]} + 1)).json")
+  "$python" benchmarks/step_time.py --contestants "$contestants" "${cells[@]}" --logs "$out" \
+    --out "${steps[-1]}"
+done
 "$python" - "$out" "${cells[*]}" <<'PYTHON'
 import json, pathlib, platform, subprocess, sys
 import torch, triton, vllm
 
 out = pathlib.Path(sys.argv[1])
-first, second = (json.loads((out / f"steps-{i}.json").read_text()) for i in (1, 2))
-second["vllm-chain15-again"] = second.pop("vllm-chain15")
-(out / "steps.json").write_text(json.dumps(first | second))
 driver = subprocess.run(
     ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
     capture_output=True, text=True, check=True,
@@ -50,6 +50,6 @@ commit = subprocess.run(
     "commands": ["make bench-gpu", f"benchmarks/step_time.py {sys.argv[2]}"],
 }))
 PYTHON
-"$python" benchmarks/report.py --steps "$out/steps.json" --kernels "$out/kernels.json" \
+"$python" benchmarks/report.py --steps "${steps[@]}" --kernels "$out/kernels.json" \
   --acceptance "$out/acceptance.json" \
   --provenance "$out/provenance.json" --name "$name"

@@ -178,7 +178,11 @@ def test_an_automatic_budget_follows_the_size_of_the_batch(target, drafter, star
     [options] = started
     speculative = json.loads(options[options.index("--speculative-config") + 1])
     assert speculative["num_speculative_tokens"] == 63
-    assert speculative["num_speculative_tokens_per_batch_size"] == [[1, 1, 63], [2, 2, 15]]
+    assert speculative["num_speculative_tokens_per_batch_size"] == [
+        [1, 1, 63],
+        [2, 2, 31],
+        [3, 3, 15],
+    ]
     additional = json.loads(options[options.index("--additional-config") + 1])
     assert additional == {"ddtree": {"budget": 63}}
 
