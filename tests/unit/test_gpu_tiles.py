@@ -44,8 +44,10 @@ def test_tiles_that_were_measured_stay(on_gpu_with, shared_memory):
     assert choose_suffix_tiles(64, 6, 256, bf16) == Tiles(32, 64, 64, 4, 1)
     assert choose_suffix_tiles(64, 4, 128, bf16) == Tiles(64, 128, 64, 4, 1)
     assert value_split(1, 48, 128, 128, row_tiles(128)) == ValueSplit(32, 128)
-    assert value_split(4, 48, 128, 128, row_tiles(128)) == ValueSplit(64, 32)
-    assert value_split(16, 48, 128, 128, row_tiles(32)) == ValueSplit(128, 32)
+    assert value_split(4, 48, 128, 128, row_tiles(128)) == ValueSplit(32, 128)
+    assert value_split(4, 48, 128, 128, row_tiles(64)) == ValueSplit(32, 128)
+    assert value_split(8, 48, 128, 128, row_tiles(64)) == ValueSplit(64, 32)
+    assert value_split(16, 48, 128, 128, row_tiles(32)) == ValueSplit(64, 32)
     assert launch.longest_chunk() == 32
     assert launch.commit_tiles(128, 3, 10240) == CommitTiles(32, 1024)
 
@@ -60,7 +62,7 @@ def test_tiles_for_99_kb_are_smaller_where_the_measured_ones_do_not_fit(on_gpu_w
     assert choose_suffix_tiles(64, 6, 256, bf16) == Tiles(32, 32, 64, 4, 1)
     assert value_split(1, 48, 128, 128, row_tiles(128)) == ValueSplit(32, 32)
     assert value_split(16, 48, 128, 128, row_tiles(128)) == ValueSplit(32, 32)
-    assert value_split(16, 48, 128, 128, row_tiles(32)) == ValueSplit(128, 32)
+    assert value_split(16, 48, 128, 128, row_tiles(32)) == ValueSplit(64, 32)
     assert launch.longest_chunk() == 16
 
 
