@@ -61,6 +61,14 @@ def test_a_container_that_runs_a_shell_is_not_healthy(loaded):
         loaded.try_run(1, "docker rm --force --volumes shell")
 
 
+def test_a_container_that_is_not_root_has_a_passwd_entry_and_a_cache_to_write_to(loaded):
+    words = "import os, pwd; print(pwd.getpwuid(os.getuid())); open(os.environ['HOME'] + '/x', 'w')"
+    call = f"docker run --rm {HARDENED} --entrypoint python3 ddtree-vllm:cpu -c"
+    said = loaded.run(1, f'{call} "{words}"')
+    assert "pw_name='ddtree'" in said
+    assert "pw_uid=10001" in said
+
+
 def test_doctor_is_content_as_any_user(loaded):
     call = f"docker run --rm {HARDENED} --user 12345:12345 ddtree-vllm:cpu doctor --json"
     report = json.loads(loaded.run(1, call, 600))
