@@ -26,7 +26,7 @@ from ddtree_vllm.attention.metadata import TREE_ATTRIBUTE
 from ddtree_vllm.cache.compact import KVCacheTable, compact_accepted_kv
 from ddtree_vllm.config import DDTreeConfig
 from ddtree_vllm.engine.positions import to_depth_positions
-from ddtree_vllm.engine.rows import draft_counts, max_tree_rows, requests_that_fit
+from ddtree_vllm.engine.rows import draft_counts, max_tree_rows, rows_that_fit
 from ddtree_vllm.engine.step import TreeStep
 from ddtree_vllm.engine.tree_sampler import TreeRejectionSampler
 from ddtree_vllm.gdn.layer import TreeVerification, allocate_stash
@@ -61,8 +61,6 @@ class DDTreeModelState(MambaHybridModelState):
         self.step: TreeStep | None = None
         # Allocated with the weights, so that vLLM's memory profile counts it before it sizes the cache.
         self.stash = allocate_stash(vllm_config, max_tree_rows(vllm_config), device)
-        # Set when the warm-ups are over.
-        self.serving = False
         self._verification: TreeVerification | None = None
         self._kv_layers: list[tuple[int, KVCacheTable]] = []
         self._slot_mappings: torch.Tensor | None = None
@@ -148,8 +146,10 @@ class DDTreeModelState(MambaHybridModelState):
             if cudagraph_mode == CUDAGraphMode.FULL
             else input_batch.num_reqs
         )
-        rows = input_batch.num_scheduled_tokens[: is_tree.shape[0]][is_tree > 0]
+        rows = input_batch.num_scheduled_tokens[: is_tree.shape[0]] * is_tree
         max_rows = int(rows.max(initial=0))
+        if not for_capture:  # which stands on blocks that nobody owns, and stashes nothing
+            rows = rows_that_fit(rows, self.stash.max_rows)
         if for_capture:
             # Stand-in requests may be as long as a batch; those of a budget below the largest bring
             # fewer rows, and their graph gets smaller tiles.
@@ -164,13 +164,11 @@ class DDTreeModelState(MambaHybridModelState):
             input_batch.idx_mapping,
             input_batch.query_start_loc,
             input_batch.seq_lens,
-            async_tensor_h2d(is_tree, device=self.device),
+            async_tensor_h2d(rows.astype(np.int32), device=self.device),
             input_batch.num_reqs,
             num_reqs_padded,
             max_rows,
         )
-        if not for_capture:
-            self._keep_in_stash(input_batch.num_scheduled_tokens[: is_tree.shape[0]] * is_tree)
         step.only_trees = bool(is_tree.all())
         if not for_capture:
             self._clear_first_states(input_batch, is_tree)
@@ -181,23 +179,6 @@ class DDTreeModelState(MambaHybridModelState):
         for layer_metadata in metadata.values():
             setattr(layer_metadata, TREE_ATTRIBUTE, step)
         return metadata
-
-    def _keep_in_stash(self, num_rows: np.ndarray) -> None:
-        """Hides the state of requests whose rows the stash has no room for, so that none are written.
-
-        Only a warm-up has such: vLLM's and ours give every request of a full batch the largest
-        budget, which a budget per batch size never does.
-        """
-        assert self.step is not None
-        fit = requests_that_fit(num_rows, self.stash.max_rows)
-        if fit == num_rows.shape[0]:
-            return
-        if self.serving:
-            raise RuntimeError(
-                f"a step of {num_rows.sum()} tree rows, and room for {self.stash.max_rows}: "
-                "this is a defect; serve with a fixed --budget until it is mended"
-            )
-        self.step.state_slots[:, fit : num_rows.shape[0]].fill_(-1)
 
     def _clear_first_states(self, input_batch: InputBatch, is_tree: np.ndarray) -> None:
         """Zeros the recurrent states of trees that begin a sequence: prompts of one token.

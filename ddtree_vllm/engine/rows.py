@@ -20,10 +20,12 @@ def draft_counts(vllm_config: VllmConfig) -> list[int]:
 
 
 def max_tree_rows(vllm_config: VllmConfig) -> int:
-    """The most tree rows a step of served requests can hold: what the recurrent layers' stash is for.
+    """Tree rows of a step that the recurrent layers' stash has room for.
 
-    With a budget per batch size, a batch carries the drafts it was given at its size one step ago,
-    and every request that joined since at most its root.
+    With a budget per batch size: a batch with the drafts it was given at its size one step ago, and
+    at most a root of every request that joined since. vLLM can send more: a request that sits out a
+    step, at the end of its context say, keeps the drafts of a smaller batch. Its tree is then cut
+    (`rows_that_fit`): room for whatever could come would be that of the largest budget for all.
     """
     scheduler = vllm_config.scheduler_config
     most = scheduler.max_num_seqs
@@ -38,10 +40,20 @@ def max_tree_rows(vllm_config: VllmConfig) -> int:
     return min(rows, scheduler.max_num_batched_tokens)
 
 
-def requests_that_fit(num_rows: np.ndarray, capacity: int) -> int:
-    """How many requests, from the first on, have all their rows in a stash of ``capacity`` rows.
+def rows_that_fit(num_rows: np.ndarray, capacity: int) -> np.ndarray:
+    """How many rows of each tree are verified: all of them, or what a stash has room for.
+
+    Every tree keeps its root, so that every request gets a token; the first ones keep their drafts.
 
     Args:
-        num_rows: ``[num_reqs]``, tree rows of each request.
+        num_rows: ``[num_reqs]``, tree rows of each request, 0 where it brings none.
+        capacity: rows of the stash, at least one for each request that brings any.
+
+    Returns:
+        int32 ``[num_reqs]``.
     """
-    return int(np.searchsorted(np.cumsum(num_rows), capacity, side="right"))
+    roots = np.minimum(num_rows, 1)
+    drafts = num_rows - roots
+    room = capacity - roots.sum()
+    before = np.cumsum(drafts) - drafts
+    return (roots + np.clip(room - before, 0, drafts)).astype(np.int32)

@@ -35,7 +35,9 @@ class DDTreeSpeculator(DFlashSpeculator):
         super().__init__(_with_draft_depth(vllm_config), device)
         self.depth: int = self.num_speculative_steps
         config = DDTreeConfig.from_additional_config(vllm_config.additional_config)
-        self.top_k = min(config.top_k, self.budget, self.vocab_size)
+        self.top_k = min(config.top_k, self.vocab_size)
+        if config.policy != "static":  # whose nodes may have ranks beyond their number
+            self.top_k = min(self.top_k, self.budget)
         self.policy = make_policy(
             config.policy,
             budget=self.budget,

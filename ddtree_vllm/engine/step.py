@@ -29,7 +29,8 @@ class TreeStep:
         slots: int32 ``[R]``, the request's slot in the ``DraftTree``; -1 where the request brings
             no tree rows (prefill, padding).
         row_start: int32 ``[R]``, first row of the request among the step's tokens.
-        num_rows: int32 ``[R]``, root plus draft nodes; 0 where the request brings no tree rows.
+        num_rows: int32 ``[R]``, root plus draft nodes; 0 where the request brings no tree rows. A
+            tree that the stash has no room for is cut to fewer rows than the step has of it.
         stash_start: int32 ``[R]``, tree rows of the requests before it.
         prefix_lens: int32 ``[R]``, tokens before the request's tree rows; 0 where it brings none.
         state_slots: int32 ``[G, R]``, physical block of the request's committed recurrent state.
@@ -75,7 +76,16 @@ class TreeStep:
             tables: per group int32 ``[R, max_blocks]``, rows in batch order, fixed addresses.
             block_size: tokens per recurrent block when states are kept at block boundaries
                 (``mamba_cache_mode="align"``), 0 when a request keeps a single state block.
+
+        Raises:
+            ValueError: blocks so short that a path could cross two boundaries, of which one is kept.
         """
+        if 0 < block_size <= self.tree.max_depth:
+            raise ValueError(
+                f"recurrent states are kept every {block_size} tokens, and a step can accept "
+                f"{self.tree.max_depth + 1}: choose a larger --mamba-block-size, or "
+                "--no-enable-prefix-caching"
+            )
         self._block_tables_kept = tables
         self._block_table_stride = tables[0].stride(0)
         assert all(t.stride(0) == self._block_table_stride for t in tables)
@@ -87,7 +97,7 @@ class TreeStep:
         idx_mapping: torch.Tensor,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
-        is_tree: torch.Tensor,
+        tree_rows: torch.Tensor,
         num_reqs: int,
         num_reqs_padded: int,
         max_rows: int,
@@ -98,7 +108,8 @@ class TreeStep:
             idx_mapping: int64 ``[num_reqs]``, request slot of each batch row.
             query_start_loc: int32 ``[num_reqs_padded + 1]``.
             seq_lens: int32 ``[num_reqs_padded]``, tokens including this step's rows.
-            is_tree: int32 ``[num_reqs]``, 1 where the rows are root plus draft nodes.
+            tree_rows: int32 ``[num_reqs]``, the most rows of the request's tree that count, its root
+                among them; 0 where the rows are no tree.
             max_rows: the most rows any tree request of this step can have.
         """
         self.num_reqs = num_reqs_padded
@@ -109,7 +120,7 @@ class TreeStep:
             idx_mapping,
             query_start_loc,
             seq_lens,
-            is_tree,
+            tree_rows,
             self._block_tables,
             self._block_table_stride,
             self.slots,
@@ -179,7 +190,7 @@ def _plan_kernel(
     idx_mapping_ptr,  # [num_reqs] int64
     query_start_loc_ptr,  # [num_reqs_padded + 1] int32
     seq_lens_ptr,  # [num_reqs_padded] int32
-    is_tree_ptr,  # [num_reqs] int32
+    tree_rows_ptr,  # [num_reqs] int32
     block_tables_ptr,  # [G] int64 addresses of int32 [R, max_blocks]
     block_table_stride,
     slots_ptr,
@@ -202,10 +213,10 @@ def _plan_kernel(
     req = tl.program_id(0)
     group = tl.program_id(1)
     real = req < num_reqs
-    is_tree = tl.load(is_tree_ptr + req, mask=real, other=0) > 0
+    most = tl.load(tree_rows_ptr + req, mask=real, other=0)
+    is_tree = most > 0
     start = tl.load(query_start_loc_ptr + req)
     end = tl.load(query_start_loc_ptr + req + 1)
-    rows = tl.where(is_tree, end - start, 0)
 
     seq_len = tl.load(seq_lens_ptr + req)
     if HAS_STATE:
@@ -222,15 +233,17 @@ def _plan_kernel(
         slot = tl.load(idx_mapping_ptr + req, mask=real, other=-1).to(tl.int32)
         tl.store(slots_ptr + req, tl.where(is_tree, slot, -1))
         tl.store(row_start_ptr + req, start)
-        tl.store(num_rows_ptr + req, rows)
-        tl.store(prefix_lens_ptr + req, tl.where(is_tree, tl.maximum(seq_len - rows, 0), 0))
+        tl.store(num_rows_ptr + req, tl.minimum(end - start, most))
+        prefix = tl.maximum(seq_len - (end - start), 0)
+        tl.store(prefix_lens_ptr + req, tl.where(is_tree, prefix, 0))
         tl.store(path_len_ptr + req, tl.where(is_tree, 1, 0))
         others = tl.arange(0, BLOCK_REQS)
         before = (others < req) & (others < num_reqs)
-        before = before & (tl.load(is_tree_ptr + others, mask=before, other=0) > 0)
+        others_most = tl.load(tree_rows_ptr + others, mask=before, other=0)
         others_start = tl.load(query_start_loc_ptr + others, mask=before, other=0)
         others_end = tl.load(query_start_loc_ptr + others + 1, mask=before, other=0)
-        tl.store(stash_start_ptr + req, tl.sum(others_end - others_start, axis=0))
+        others_rows = tl.minimum(others_end - others_start, others_most)
+        tl.store(stash_start_ptr + req, tl.sum(others_rows, axis=0))
         offsets = tl.arange(0, BLOCK_PATH)
         root = tl.where((offsets == 0) & is_tree, 0, -1)
         tl.store(path_ptr + req * path_stride + offsets, root, mask=offsets < PATH_WIDTH)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
@@ -59,10 +60,7 @@ class TreeRejectionSampler(RejectionSampler):
             input_batch.expanded_local_pos,
             sampler.req_states.prefill_len.gpu,
         )
-        scores = sampler.get_logprobs_dims(input_batch.idx_mapping_np)
-        sampled, processed = self._sample_nodes(
-            logits, input_batch, input_ids, wants_logprobs=scores is not None
-        )
+        sampled, scores = self._sample_nodes(logits, input_batch, input_ids)
         # Fresh tensors: the host still copies them while the next step runs. What the walk counts
         # travels to the host in one more column, which no token ever reaches.
         copied = torch.empty(num_reqs, state.budget + 2, dtype=torch.int64, device=logits.device)
@@ -74,25 +72,17 @@ class TreeRejectionSampler(RejectionSampler):
             input_batch.cu_num_logits,
             sampled,
             WalkOutput(step.path[:num_reqs], step.path_len[:num_reqs], tokens, num_sampled, tally),
-            is_tree=step.num_rows[:num_reqs],
+            tree_rows=step.num_rows[:num_reqs],
             invalid_drafts=invalid_drafts,
         )
         logprobs = None
         if scores is not None:
-            num_logprobs, num_token_ids = scores
-            source = processed if self._scores_processed_logits else logits
             # vLLM reads the emitted tokens' scores from the first rows of a request.
             rows = path_rows(step.path[:num_reqs], input_batch.cu_num_logits, logits.shape[0])
             several = logits.shape[0] != num_reqs
-            logprobs = compute_topk_scores(
-                source[rows],
-                num_logprobs,
-                sampled[rows],
-                input_batch.cu_num_logits_np.tolist() if several else None,
-                logprob_token_ids_state=sampler.logprob_token_ids_state,
-                expanded_idx_mapping=input_batch.expanded_idx_mapping,
-                max_per_req_token_ids=num_token_ids,
-                logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+            logprobs = LogprobsTensors(
+                *(of_row[rows] for of_row in scores[:3]),
+                cu_num_generated_tokens=input_batch.cu_num_logits_np.tolist() if several else None,
             )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_sampled,
@@ -110,26 +100,25 @@ class TreeRejectionSampler(RejectionSampler):
             sampling_mask_tensors=None,
         )
 
-    @property
-    def _scores_processed_logits(self) -> bool:
-        return self.sampler.logprobs_mode in ("processed_logits", "processed_logprobs")
-
     def _sample_nodes(
-        self,
-        logits: torch.Tensor,
-        input_batch: InputBatch,
-        input_ids: torch.Tensor,
-        wants_logprobs: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's token at every row, int64 ``[num_logits]``, and the logits it came from."""
+        self, logits: torch.Tensor, input_batch: InputBatch, input_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        """The target's token at every row, int64 ``[num_logits]``, and its scores if any are wanted.
+
+        All rows are scored, in vLLM's chunks, although few will be on a path: what is kept of a
+        chunk is a few numbers a row, and its processed logits go before those of the next are made.
+        """
+        sampler = self.sampler
         positions = self.state.tree_positions[input_batch.logits_indices]
         cu_np = input_batch.cu_num_logits_np
         seq_lens_np = input_batch.seq_lens_cpu_upper_bound.numpy()
+        wanted = sampler.get_logprobs_dims(input_batch.idx_mapping_np)
+        mode = sampler.logprobs_mode
         sampled: list[torch.Tensor] = []
-        processed: list[torch.Tensor] = []
+        scores: list[LogprobsTensors] = []
         for start, end in _request_chunks(cu_np, get_max_chunk_logits(logits.shape[1])):
             lo, hi = int(cu_np[start]), int(cu_np[end])
-            chunk = self.sampler.sample(
+            tokens, processed, *_ = sampler.sample(
                 logits[lo:hi],
                 input_batch.expanded_idx_mapping[lo:hi],
                 input_batch.idx_mapping[start:end],
@@ -138,12 +127,26 @@ class TreeRejectionSampler(RejectionSampler):
                 input_ids[lo:hi],
                 input_batch.expanded_local_pos[lo:hi],
                 seq_lens_np[start:end],
-                return_logprobs=wants_logprobs,
+                return_logprobs=wanted is not None,
             )
-            sampled.append(chunk[0])
-            if wants_logprobs and self._scores_processed_logits:
-                processed.append(chunk[1])
-        return _cat(sampled), _cat(processed) if processed else logits
+            sampled.append(tokens)
+            if wanted is not None:
+                num_logprobs, num_token_ids = wanted
+                of_processed = mode in ("processed_logits", "processed_logprobs")
+                found = compute_topk_scores(
+                    processed if of_processed else logits[lo:hi],
+                    num_logprobs,
+                    tokens,
+                    logprob_token_ids_state=sampler.logprob_token_ids_state,
+                    expanded_idx_mapping=input_batch.expanded_idx_mapping[lo:hi],
+                    max_per_req_token_ids=num_token_ids,
+                    logits_mode=mode in ("raw_logits", "processed_logits"),
+                )
+                scores.append(found)
+        if not scores:
+            return _cat(sampled), None
+        ids, values, ranks = (_cat([found[i] for found in scores]) for i in range(3))
+        return _cat(sampled), LogprobsTensors(ids, values, ranks)
 
 
 def path_rows(path: torch.Tensor, cu_num_logits: torch.Tensor, num_logits: int) -> torch.Tensor:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from unittest import mock
 
 from vllm.config import VllmConfig
@@ -32,15 +31,7 @@ class DDTreeWorker(Worker):
             from ddtree_vllm.engine.warm_up import warm_up_mixed_batches
 
             warm_up_mixed_batches(self.model_runner, self.execute_model, self.sample_tokens)
-        times = super().compile_or_warm_up_model()
-        _end_warm_up(self)
-        return times
-
-
-def _end_warm_up(worker: Any) -> None:
-    """From here on every step is one of served requests."""
-    if uses_trees(worker.vllm_config):
-        worker.model_runner.model_state.serving = True
+        return super().compile_or_warm_up_model()
 
 
 def _cpu_worker_class() -> type:
@@ -60,11 +51,6 @@ def _cpu_worker_class() -> type:
 
             with mock.patch("vllm.v1.worker.cpu.model_runner.CPUModelRunner", DDTreeCPUModelRunner):
                 super().init_device()
-
-        def compile_or_warm_up_model(self) -> CompilationTimes:
-            times = super().compile_or_warm_up_model()
-            _end_warm_up(self)
-            return times
 
     DDTreeCPUWorker.__qualname__ = "DDTreeCPUWorker"
     return DDTreeCPUWorker

@@ -68,7 +68,7 @@ def _walk_kernel(
     slots_ptr,  # [R]
     cu_num_logits_ptr,  # [R+1]
     sampled_ptr,  # [T]
-    is_tree_ptr,  # [R] or None
+    tree_rows_ptr,  # [R] or None
     invalid_ptr,  # [T] or None
     path_ptr,  # int32 [B, N+1]
     path_len_ptr,  # int32 [B]
@@ -92,11 +92,11 @@ def _walk_kernel(
     end = tl.load(cu_num_logits_ptr + request + 1, mask=in_batch, other=0).to(tl.int64)
     num_rows = (end - first).to(tl.int32)
     has_rows = num_rows > 0
-    is_tree = has_rows
-    if is_tree_ptr is not None:
-        is_tree = is_tree & (tl.load(is_tree_ptr + request, mask=in_batch, other=0) != 0)
-
     # Rows that were verified: a scheduler may have sent fewer than were drafted.
+    if tree_rows_ptr is not None:
+        tree_rows = tl.load(tree_rows_ptr + request, mask=in_batch, other=0).to(tl.int32)
+        num_rows = tl.minimum(num_rows, tree_rows)
+    is_tree = has_rows & (num_rows > 0)
     num_nodes = tl.load(num_nodes_ptr + slot, mask=is_tree, other=0)
     last_row = tl.minimum(num_nodes, num_rows - 1)
     lanes = tl.zeros([BLOCK_R, BLOCK], tl.int32) + tl.arange(0, BLOCK)[None, :]
@@ -150,7 +150,7 @@ def walk_trees(
     sampled: torch.Tensor,
     output: WalkOutput,
     *,
-    is_tree: torch.Tensor | None = None,
+    tree_rows: torch.Tensor | None = None,
     invalid_drafts: torch.Tensor | None = None,
 ) -> None:
     """Walks the tree of every request of a batch. Never waits for the device.
@@ -165,7 +165,8 @@ def walk_trees(
         cu_num_logits: int32 [R+1], first logits row of each request, and the end.
         sampled: integer [T], the target's sampled token at every logits row.
         output: written whole: rows past R get what a padded request gets.
-        is_tree: bool or integer [R], 0 for a request whose logits rows are not a tree (a prefill
+        tree_rows: integer [R], how many of a request's logits rows are rows of its tree, from the
+            first on: the tree is cut to them. 0 for a request whose rows are not a tree (a prefill
             chunk): it gets the token sampled at its first logits row, and no path. None: all are.
         invalid_drafts: bool [T], drafts that may not be accepted whatever was sampled: a grammar
             has ruled them out. None: all may.
@@ -173,7 +174,7 @@ def walk_trees(
     Raises:
         ValueError: shapes that do not belong together.
     """
-    _launch(tree, slots, cu_num_logits, sampled, output, is_tree, invalid_drafts)
+    _launch(tree, slots, cu_num_logits, sampled, output, tree_rows, invalid_drafts)
 
 
 def _launch(
@@ -182,7 +183,7 @@ def _launch(
     cu_num_logits: torch.Tensor,
     sampled: torch.Tensor,
     output: WalkOutput,
-    is_tree: torch.Tensor | None,
+    tree_rows: torch.Tensor | None,
     invalid_drafts: torch.Tensor | None = None,
     block_r: int | None = None,
 ) -> None:
@@ -193,8 +194,8 @@ def _launch(
         raise ValueError(
             f"cu_num_logits must be [{num_requests + 1}], not {list(cu_num_logits.shape)}."
         )
-    if is_tree is not None and is_tree.shape != (num_requests,):
-        raise ValueError(f"is_tree must be [{num_requests}], not {list(is_tree.shape)}.")
+    if tree_rows is not None and tree_rows.shape != (num_requests,):
+        raise ValueError(f"tree_rows must be [{num_requests}], not {list(tree_rows.shape)}.")
     if rows != tree.num_rows or num_outputs < num_requests:
         raise ValueError(
             f"output must have at least {num_requests} requests of {tree.num_rows} rows, "
@@ -216,7 +217,7 @@ def _launch(
         slots,
         cu_num_logits,
         sampled,
-        is_tree,
+        tree_rows,
         invalid_drafts,
         output.path,
         output.path_len,

@@ -24,6 +24,7 @@ class Scenario:
     engine: dict[str, Any] = field(default_factory=dict)
     trees_engine: dict[str, Any] = field(default_factory=dict)
     speculative: dict[str, Any] = field(default_factory=dict)
+    static_tree: list[list[int]] | None = None
 
     def jobs(self) -> list[Job]:
         trees = Job(
@@ -31,6 +32,8 @@ class Scenario:
             budget=self.budget,
             engine=self.engine | self.trees_engine,
             speculative=self.speculative,
+            policy="ddtree" if self.static_tree is None else "static",
+            static_tree=self.static_tree,
         )
         return [Job(self.requests, engine=self.engine), trees]
 
@@ -167,6 +170,28 @@ def budget_per_batch_size() -> Scenario:
     return Scenario(requests, speculative=schedule)
 
 
+def context_ends_beside_another() -> Scenario:
+    """A request that has reached the end sits out a step and keeps the drafts of a smaller batch.
+
+    The other one is then given those of one request: together more rows than two requests have.
+    """
+    rng = random.Random(28)
+    requests = [request(p, 50) for p in random_prompts(rng, [8], VOCAB)]
+    requests += [request(p, 100) for p in random_prompts(rng, list(range(46, 60, 2)), VOCAB)]
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 1, 31], [2, 2, 15]]}
+    return Scenario(
+        requests,
+        engine={"max_model_len": 64, "max_num_seqs": 2},
+        trees_engine={"async_scheduling": True},
+        speculative=schedule,
+    )
+
+
+def static_tree_of_high_ranks() -> Scenario:
+    requests = [request(p, 12) for p in random_prompts(random.Random(29), [9, 21], VOCAB)]
+    return Scenario(requests, budget=2, static_tree=[[0], [5]])
+
+
 @pytest.fixture(scope="module")
 def scenarios(tiny_pair) -> dict[str, Scenario]:
     return {
@@ -181,6 +206,8 @@ def scenarios(tiny_pair) -> dict[str, Scenario]:
         "penalised": penalised(),
         "scored": scored(),
         "budget per batch size": budget_per_batch_size(),
+        "context ends beside another": context_ends_beside_another(),
+        "static tree of high ranks": static_tree_of_high_ranks(),
     }
 
 
@@ -289,6 +316,16 @@ def test_a_budget_per_batch_size_takes_prefixes_of_the_trees(
     nodes = trees.counters["vllm:spec_decode_num_draft_tokens"]
     assert 3 * drafts < nodes < 31 * drafts
     compatibility.record("num_speculative_tokens_per_batch_size")
+
+
+def test_a_step_with_more_rows_than_the_stash_cuts_a_tree(runs, scenarios) -> None:
+    name = "context ends beside another"
+    assert_equal(runs[name], scenarios[name].requests)
+
+
+def test_a_static_tree_may_have_ranks_beyond_its_number_of_nodes(runs, scenarios) -> None:
+    name = "static tree of high ranks"
+    assert_equal(runs[name], scenarios[name].requests)
 
 
 def test_a_stop_string_inside_an_accepted_path_ends_the_text_before_it(demo_pair) -> None:

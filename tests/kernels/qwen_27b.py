@@ -272,7 +272,7 @@ def around_a_step(rows: int, requests: int = 4) -> Named:
             starts,
             sampled,
             output,
-            is_tree=step.num_rows[:requests],
+            tree_rows=step.num_rows[:requests],
             invalid_drafts=invalid,
         )
 

@@ -9,7 +9,7 @@ import torch
 
 from ddtree_preflight import gpus
 from ddtree_vllm.engine import requirements
-from ddtree_vllm.engine.rows import max_tree_rows, requests_that_fit
+from ddtree_vllm.engine.rows import max_tree_rows, rows_that_fit
 from ddtree_vllm.gdn import launch
 
 
@@ -131,12 +131,16 @@ def test_head_sizes_without_a_kernel_are_refused(sizes, reason) -> None:
 @pytest.mark.parametrize(
     ("num_rows", "capacity", "fit"),
     [
-        ([64, 64, 64], 192, 3),
-        ([64, 64, 64], 191, 2),
-        ([64, 0, 64, 0], 64, 2),  # a prompt brings no tree rows
-        ([64, 64], 63, 0),
-        ([], 0, 0),
+        ([4, 0, 4], 8, [4, 0, 4]),
+        ([4, 0, 4], 7, [4, 0, 3]),
+        ([4, 4, 4], 6, [4, 1, 1]),
+        ([4, 4, 4], 3, [1, 1, 1]),
+        ([64, 64], 68, [64, 4]),
+        ([0, 0], 0, [0, 0]),
+        ([], 8, []),
     ],
 )
-def test_only_requests_whose_rows_all_fit_use_the_stash(num_rows, capacity, fit) -> None:
-    assert requests_that_fit(np.array(num_rows, dtype=np.int32), capacity) == fit
+def test_trees_are_cut_to_the_stash_and_every_root_is_kept(num_rows, capacity, fit) -> None:
+    found = rows_that_fit(np.array(num_rows, dtype=np.int32), capacity)
+    assert found.tolist() == fit
+    assert found.dtype == np.int32

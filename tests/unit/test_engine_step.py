@@ -28,7 +28,10 @@ def make_step(device, groups: int = 2, block_size: int = 16):
     return step, tables
 
 
-def plan(step: TreeStep, device, rows, is_tree, seq_lens, idx_mapping, padded: int) -> None:
+def plan(
+    step: TreeStep, device, rows, is_tree, seq_lens, idx_mapping, padded: int, room=99
+) -> None:
+    """``room``: the most rows of a tree that count."""
     starts = [0]
     for n in rows:
         starts.append(starts[-1] + n)
@@ -41,7 +44,7 @@ def plan(step: TreeStep, device, rows, is_tree, seq_lens, idx_mapping, padded: i
         on(idx_mapping, torch.int64),
         on(starts),
         on(seq_lens + [0] * (padded - len(rows))),
-        on(is_tree),
+        on([min(n, room) * t for n, t in zip(rows, is_tree, strict=True)]),
         len(rows),
         padded,
         max_rows=max([n for n, t in zip(rows, is_tree, strict=True) if t], default=0),
@@ -67,6 +70,24 @@ def test_tree_rows_are_told_from_prefill_rows_and_padding(block_size, device) ->
         expected = [int(table[r, c]) for r, c in zip((0, 1, 3), columns, strict=True)]
         assert step.state_slots[group, [0, 1, 3]].tolist() == expected
         assert step.state_slots[group, [2, 4, 5]].tolist() == [-1, -1, -1]
+
+
+def test_a_tree_that_is_cut_leaves_its_prefix_and_takes_no_more_of_the_stash(device) -> None:
+    step, _ = make_step(device)
+    plan(step, device, [8, 4, 8], [1, 0, 1], [40, 33, 20], [5, 2, 7], padded=3, room=5)
+    assert step.num_rows[:3].tolist() == [5, 0, 5]
+    assert step.stash_start[[0, 2]].tolist() == [0, 5]
+    # Rows that do not count are still rows of the step.
+    assert step.row_start[:3].tolist() == [0, 8, 12]
+    assert step.prefix_lens[:3].tolist() == [32, 0, 12]
+
+
+def test_blocks_shorter_than_a_path_are_refused(device) -> None:
+    step, tables = make_step(device)
+    longest = step.tree.max_depth
+    step.bind_block_tables(tables, longest + 1)
+    with pytest.raises(ValueError, match=f"every {longest} tokens"):
+        step.bind_block_tables(tables, longest)
 
 
 def test_a_request_without_a_block_of_its_own_has_no_state(device) -> None:

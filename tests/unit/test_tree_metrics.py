@@ -36,7 +36,7 @@ def walked(sampled: list[int], rows: int, device) -> Tally | None:
     starts = torch.tensor([0, rows], dtype=torch.int32, device=device)
     slots = torch.zeros(1, dtype=torch.int32, device=device)
     walk_trees(
-        tree, slots, starts, torch.tensor(sampled[:rows], device=device), output, is_tree=None
+        tree, slots, starts, torch.tensor(sampled[:rows], device=device), output, tree_rows=None
     )
     assert copied[0, 7] == 77
     assert copied[0, 0] == sampled[0]

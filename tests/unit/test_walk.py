@@ -68,7 +68,7 @@ def test_equals_reference_over_a_batch_with_truncated_trees(
     sampled[0] = spine
     output = WalkOutput.allocate(requests, budget, device)
     _launch(
-        tree, int32(slots, device), cu_num_logits, sampled, output, is_tree=None, block_r=block_r
+        tree, int32(slots, device), cu_num_logits, sampled, output, tree_rows=None, block_r=block_r
     )
     bounds = cu_num_logits.tolist()
     for r, slot in enumerate(slots):
@@ -203,21 +203,36 @@ def test_requests_that_are_not_trees_sample_one_token_and_have_no_path(torch_rng
     sampled = torch.randint(0, VOCAB, (12,), generator=torch_rng).to(device)
     # Request 2 would be accepted, were it a tree.
     sampled[9] = tree.tokens[2, 0]
-    for is_tree in (torch.tensor([False, True, False]), torch.tensor([0, 1, 0], dtype=torch.int32)):
-        walk_trees(
-            tree,
-            int32([0, 1, 2], device),
-            cu_num_logits,
-            sampled,
-            output,
-            is_tree=is_tree.to(device),
-        )
-        for request, first in ((0, 0), (2, 9)):
-            assert_nothing_to_commit(output, request)
-            assert int(output.num_sampled[request]) == 1
-            assert output.sampled_tokens[request].tolist() == [int(sampled[first])] + [-1] * 7
-        own = sampled[1:9].tolist()
-        assert_walked(output, 1, expected_path(tree, 1, own), own)
+    walk_trees(
+        tree,
+        int32([0, 1, 2], device),
+        cu_num_logits,
+        sampled,
+        output,
+        tree_rows=int32([0, 8, 0], device),
+    )
+    for request, first in ((0, 0), (2, 9)):
+        assert_nothing_to_commit(output, request)
+        assert int(output.num_sampled[request]) == 1
+        assert output.sampled_tokens[request].tolist() == [int(sampled[first])] + [-1] * 7
+    own = sampled[1:9].tolist()
+    assert_walked(output, 1, expected_path(tree, 1, own), own)
+
+
+def test_a_tree_is_cut_to_the_rows_that_count(torch_rng, device):
+    """As if no further row had been sent, whatever was sampled there."""
+    tree = random_trees(torch_rng, 2, 7, 3, 2, device)
+    sampled = torch.randint(0, VOCAB, (16,), generator=torch_rng).to(device)
+    for rows in range(1, 9):
+        whole, cut = (WalkOutput.allocate(2, 7, device) for _ in range(2))
+        slots, bounds = int32([0, 1], device), starts([8, 8], device)
+        walk_trees(tree, slots, bounds, sampled, cut, tree_rows=int32([rows, 8], device))
+        short = torch.cat([sampled[:rows], sampled[8:]])
+        walk_trees(tree, slots, starts([rows, 8], device), short, whole)
+        assert cut.path.equal(whole.path)
+        assert cut.path_len.equal(whole.path_len)
+        assert cut.num_sampled.equal(whole.num_sampled)
+        assert cut.sampled_tokens.equal(whole.sampled_tokens)
 
 
 def test_launcher_refuses_shapes_that_do_not_belong_together(device):
@@ -229,7 +244,11 @@ def test_launcher_refuses_shapes_that_do_not_belong_together(device):
         ((slots, bounds[:1], sampled, good), {}, r"cu_num_logits must be \[2\], not \[1\]"),
         ((slots, bounds, sampled, narrow), {}, "at least 1 requests of 4 rows, not 1 of 3"),
         ((slots, bounds, sampled[None], good), {}, "one-dimensional"),
-        ((slots, bounds, sampled, good), {"is_tree": bounds}, r"is_tree must be \[1\], not \[2\]"),
+        (
+            (slots, bounds, sampled, good),
+            {"tree_rows": bounds},
+            r"tree_rows must be \[1\], not \[2\]",
+        ),
     ]
     for arguments, options, sentence in cases:
         with pytest.raises(ValueError, match=sentence):
