@@ -304,39 +304,35 @@ def test_the_server_refuses_what_is_malformed_and_goes_on(servers) -> None:
         assert client.post("/v1/completions", json=greedy).json()["choices"] == before
 
 
-def assert_batch_is_the_same(servers: Servers, batch: list[Case]) -> int:
-    """Returns how many ended with 500 on both: vLLM ends a request whose token its grammar rejects."""
+def assert_batch_is_the_same(servers: Servers, batch: list[Case]) -> None:
     for number, case in enumerate(batch):
         object.__setattr__(case, "number", number)
     plain, trees = ask_both(servers, [(case, case.stream) for case in batch])
     # A case that nobody serves would compare two refusals.
-    refused = {n: answer for n, answer in plain.items() if answer["http_status"] not in (200, 500)}
+    refused = {name: answer for name, answer in plain.items() if answer["http_status"] != 200}
     assert not refused, (refused, [case.body for case in batch])
     found = differences(plain, trees)
     assert not found, (found, [case.body for case in batch])
-    return sum(answer["http_status"] == 500 for answer in plain.values())
 
 
 def test_any_mix_of_parameters_gives_the_same_answers(servers, seed, request) -> None:
     """Random batches for a fixed time; hypothesis reports the simplest one that fails."""
     seconds = SLOW_PROPERTY_S if request.config.getoption("--slow") else PROPERTY_S
     deadline = time.monotonic() + seconds
-    batches = failed = 0
+    batches = 0
 
     @hypothesis.seed(seed)
     @hypothesis.settings(max_examples=400, deadline=None, database=None)
     @hypothesis.given(strategies.randoms(use_true_random=False), strategies.integers(1, 6))
     def batch_is_the_same(rng: random.Random, size: int) -> None:
-        nonlocal batches, failed
+        nonlocal batches
         batch = [random_case(rng) for _ in range(size)]
         if time.monotonic() < deadline:
-            failed += assert_batch_is_the_same(servers, batch)
+            assert_batch_is_the_same(servers, batch)
             batches += 1
 
     batch_is_the_same()
     assert batches
-    print(f"{batches} batches, {failed} requests failed on both")
-    assert failed <= 1 + batches // 20
 
 
 @pytest.mark.slow
@@ -345,7 +341,7 @@ def test_five_hundred_recorded_requests_get_the_same_answers(servers) -> None:
     requests = [recorded_case(line, request) for line, request in enumerate(recorded(), 1)]
     assert len(requests) == 500
     for start in range(0, len(requests), 25):
-        assert not assert_batch_is_the_same(servers, requests[start : start + 25])
+        assert_batch_is_the_same(servers, requests[start : start + 25])
 
 
 def recorded_case(line: int, request: dict[str, Any]) -> Case:
