@@ -29,8 +29,8 @@ MAX_TOP_K = 127
 
 AUTO_BUDGETS = ((1, 63), (2, 31), (3, 15))
 """Budgets of `--budget auto`: (requests in the batch, nodes), each up to the next entry. The most
-tokens per second of those measured on an H200 with the 27B shape (docs/benchmarks); every entry is
-faster than a chain. Past some 64 rows a step's matrix products grow with its rows."""
+tokens per second of those measured on an H200 with the 27B shape, or within 1 % (docs/benchmarks);
+every entry is faster than a chain. Past some 64 rows a step's matrix products grow with its rows."""
 
 WORKER = {
     "cuda": "ddtree_vllm.engine.worker.DDTreeWorker",

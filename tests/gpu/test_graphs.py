@@ -50,5 +50,5 @@ def test_acceptance_is_the_same_in_eager_mode_and_in_graphs(runs) -> None:
 
 
 def test_tokens_are_the_same_in_eager_mode_and_in_full_graphs(runs, asked) -> None:
-    """Up to rounding: FlashAttention splits a context otherwise when its launch is captured."""
+    """Up to rounding: FlashAttention chooses its splits for the longest context when it is captured."""
     assert_same_up_to_rounding(runs["eager"], runs["full graphs"], asked)

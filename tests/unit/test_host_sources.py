@@ -37,7 +37,7 @@ def test_is_python_3_9_and_imports_the_standard_library_alone(path):
     allowed = ALLOWED.get(path.name, set()) | (
         {"ansible"} if path.parent.name == "library" else set()
     )
-    assert foreign - set(sys.stdlib_module_names) <= allowed | set(PACKAGES)
+    assert foreign - set(sys.stdlib_module_names) <= allowed
 
 
 def test_all_of_them_are_found():
