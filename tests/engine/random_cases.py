@@ -71,6 +71,11 @@ def random_case(rng: random.Random) -> Case:
     body |= _seldom(rng)
     if "min_tokens" in body:
         body["min_tokens"] = min(body["min_tokens"], body["max_tokens"])
+    if "echo" in body and "logprobs" in body and body.get("n", 1) > 1:
+        # Where the first parts of two choices meet in one message, vLLM drops the scores of the second
+        # one's prompt and ends the stream with an error, speculation or not.
+        stream = False
+        body.pop("stream_interval", None)
     path = "/v1/chat/completions" if chat else "/v1/completions"
     return Case(FEATURE, path, body, stream=stream)
 
