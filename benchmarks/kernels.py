@@ -113,7 +113,9 @@ class GatedDeltaNet:
             null_slot=0,
         )
         total = requests * rows
-        self.x, self.weight = noise(total, CHANNELS).to(DTYPE), noise(CHANNELS, WIDTH).to(DTYPE)
+        self.x = noise(total, CHANNELS).to(DTYPE)
+        # Laid out as the layer keeps it, channels contiguous.
+        self.weight = noise(WIDTH, CHANNELS).to(DTYPE).t()
         self.a, self.b = noise(total, VALUE_HEADS).to(DTYPE), noise(total, VALUE_HEADS).to(DTYPE)
         self.a_log, self.dt_bias = 0.3 * noise(VALUE_HEADS), 0.3 * noise(VALUE_HEADS)
         self.states = [0.3 * noise(requests + 1, VALUE_HEADS, HEAD, HEAD) for _ in range(layers)]

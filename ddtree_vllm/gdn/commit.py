@@ -179,6 +179,7 @@ def commit_paths(
         stash.conv.stride(0),
         path,
         path.stride(0),
+        path.shape[1],
         path_len,
         stash_start,
         src_slots,
@@ -205,6 +206,8 @@ def commit_paths(
         PRECISION=precision or default_precision(),
         BF16=native_bf16(stash.k.dtype),
         num_warps=4,
+        # Six or eight programs to a multiprocessor: what is bound by memory wants many in flight.
+        maxnreg=64 if cut_slots is None else 80,
     )
 
 
@@ -227,8 +230,9 @@ def _commit_kernel(
     stash_decay_stride,
     stash_conv_ptr,  # [L, max_rows, C]
     stash_conv_stride,
-    path_ptr,  # [R, >= max_path]
+    path_ptr,  # [R, path_width]
     path_stride,
+    path_width,
     path_len_ptr,  # [R]
     stash_start_ptr,  # [R]
     src_ptr,  # [groups, R]
@@ -255,29 +259,36 @@ def _commit_kernel(
     PRECISION: tl.constexpr,
     BF16: tl.constexpr,
 ):
+    # What a program reads depends on what it read before, and each of these reads takes as long as
+    # moving its share of the state. So all that can go out together does, ahead of the first branch.
     req = tl.program_id(1)
-    length = tl.load(path_len_ptr + req)
-    if length <= 0:
-        return
     programs: tl.constexpr = SSM_PROGRAMS + CONV_PROGRAMS
     layer = (tl.program_id(0) // programs).to(tl.int64)
     part = tl.program_id(0) % programs
+    length = tl.load(path_len_ptr + req)
+    stash_start = tl.load(stash_start_ptr + req).to(tl.int64)
+    path = path_ptr + req.to(tl.int64) * path_stride
+    j = tl.arange(0, MAX_PATH)
+    path_row = tl.load(path + j, mask=j < path_width, other=0)
+    state_address = tl.load(ssm_address_ptr + layer)
     group = 0
     if PER_GROUP:
         group = tl.load(group_ptr + layer)
     src = tl.load(src_ptr + group * src_stride + req).to(tl.int64)
-    if src <= null_slot:
-        return
-    dst = tl.load(dst_ptr + group * dst_stride + req).to(tl.int64)
+    dst = tl.load(dst_ptr + group * dst_stride + req).to(tl.int32)
     cut = dst
     cut_length = length
     has_cut = length < 0
     if HAS_CUT:
-        cut = tl.load(cut_slots_ptr + group * cut_slots_stride + req).to(tl.int64)
+        cut = tl.load(cut_slots_ptr + group * cut_slots_stride + req).to(tl.int32)
         cut_length = tl.load(cut_len_ptr + req)
         has_cut = (cut > null_slot) & (cut_length > 0) & (cut_length <= length)
-    path = path_ptr + req.to(tl.int64) * path_stride
-    stash_start = tl.load(stash_start_ptr + req).to(tl.int64)
+    last_row = tl.load(path + length - 1, mask=length > 0, other=0)
+    cut_row = last_row
+    if HAS_CUT:
+        cut_row = tl.load(path + cut_length - 1, mask=has_cut, other=0)
+    if (length <= 0) | (src <= null_slot):
+        return
 
     if part < SSM_PROGRAMS:
         # The value rows of the heads that share a key head lie together: a tile takes some of them.
@@ -287,15 +298,13 @@ def _commit_kernel(
         v_row = (part % splits).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)
         k_channel = tl.arange(0, K)
         # The hint stands for what the cast hides: StateTable checked the alignment.
-        state_base = tl.load(ssm_address_ptr + layer).to(ssm_ptr.dtype)
-        state_base = tl.multiple_of(state_base, 16)
+        state_base = tl.multiple_of(state_address.to(ssm_ptr.dtype), 16)
         v_row = k_head * group_rows + v_row
         tile = (v_row * K)[:, None] + k_channel[None, :]
         s = tl.load(state_base + src * ssm_stride + tile).to(tl.float32)
 
-        j = tl.arange(0, MAX_PATH)
         on_path = j < length
-        row = stash_start + tl.load(path + j, mask=on_path, other=0)
+        row = stash_start + path_row
         # [1 or BLOCK_V, 1]: a tile within one head has one decay.
         if BLOCK_V <= V:
             head = tl.full(
@@ -312,18 +321,14 @@ def _commit_kernel(
         u_at = stash_u_ptr + layer * stash_u_stride
         u_at = u_at + v_row[:, None] + (row * (HV * V))[None, :]
         u_t = tl.load(u_at, mask=path_mask, other=0.0)
-        for which in tl.static_range(2 if HAS_CUT else 1):
-            if which == 0:
-                active = dst > null_slot
-                rows = length
-                to = dst
-            else:
-                active = has_cut
-                rows = cut_length
-                to = cut
-            if active:
-                last = stash_start + tl.load(path + rows - 1)
-                total = tl.load(decays + last * HV)
+        # One body for both, at run time: unrolled, the second would cost every program registers.
+        for which in range(1 + has_cut.to(tl.int32)):
+            whole = which == 0
+            rows = tl.where(whole, length, cut_length)
+            last = tl.where(whole, last_row, cut_row)
+            to = tl.where(whole, dst, cut).to(tl.int64)
+            if to > null_slot:
+                total = tl.load(decays + (stash_start + last) * HV)
                 # Masked before exp: a row after the cut has the smaller sum, exp could overflow.
                 gap = tl.where((j < rows)[None, :], total - decay, -float("inf"))
                 weighted = u_t * tl.exp(gap.to(tl.float32))
@@ -361,8 +366,8 @@ def _commit_kernel(
                 needed = kept & has_cut
             from_path = source >= WIDTH - 1
             fresh_mask = needed & from_path
-            path_row = tl.load(path + source - (WIDTH - 1), mask=fresh_mask, other=0)
-            raw_at = raw + ((stash_start + path_row) * NUM_CHANNELS)[:, None]
+            fresh_row = tl.load(path + source - (WIDTH - 1), mask=fresh_mask, other=0)
+            raw_at = raw + ((stash_start + fresh_row) * NUM_CHANNELS)[:, None]
             fresh = tl.load(raw_at, mask=fresh_mask[:, None] & in_channels, other=0.0)
             stale_mask = (needed & (source < WIDTH - 1))[:, None] & in_channels
             stale_at = window + (src * conv_stride_slot + source * conv_stride_w)[:, None]
@@ -374,8 +379,8 @@ def _commit_kernel(
         # A row of the window moves up into another one: all reads before the first write.
         tl.debug_barrier()
         store_mask = kept[:, None] & in_channels
-        end_to = window + dst * conv_stride_slot + w_offset
+        end_to = window + dst.to(tl.int64) * conv_stride_slot + w_offset
         tl.store(end_to, at_end, mask=store_mask & (dst > null_slot))
         if HAS_CUT:
-            cut_to = window + cut * conv_stride_slot + w_offset
+            cut_to = window + cut.to(tl.int64) * conv_stride_slot + w_offset
             tl.store(cut_to, at_cut, mask=store_mask & has_cut)

@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 MAX_WIDTH = 4
 
 
+def lay_out_by_taps(weight: torch.nn.Parameter) -> None:
+    """Keeps the shape ``[C, 1, W]`` of a weight and makes its channels contiguous.
+
+    So a thread reads a tap of eight channels at once. What is loaded later is copied into it.
+    """
+    weight.data = weight.data.transpose(0, 2).contiguous().transpose(0, 2)
+
+
 def tree_causal_conv(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -41,6 +49,9 @@ def tree_causal_conv(
     Reads the window of each request and does not move it: the commit does, along the accepted path.
     Rows of other requests keep what `out` holds.
 
+    Of its inputs only `x` may come from the kernel that was launched just before: on a GPU that can,
+    this one begins while that one ends, and waits for it where it reads `x`.
+
     Args:
         x: [T, C], raw rows of the step, channels contiguous, any row stride.
         weight: [C, W], oldest tap first, W in 2..4.
@@ -54,7 +65,7 @@ def tree_causal_conv(
     if rows.num_reqs == 0 or rows.max_num_rows == 0:
         return
     num_channels, width = _check(x, weight, conv_state, out)
-    block_rows, block_channels = _tiles(rows.max_num_rows, num_channels)
+    block_rows, block_channels, num_warps = _tiles(rows.max_num_rows, num_channels)
     raw = stash.conv[layer]
     grid = (
         triton.cdiv(num_channels, block_channels),
@@ -90,7 +101,8 @@ def tree_causal_conv(
         BLOCK_ROWS=block_rows,
         BLOCK_CHANNELS=block_channels,
         OVERLAP=overlapping(),
-        num_warps=4,
+        num_warps=num_warps,
+        **({"launch_pdl": True} if overlapping() else {}),
     )
 
 
@@ -121,7 +133,7 @@ def causal_conv(
     if num_reqs == 0 or max_query_len == 0:
         return
     num_channels, width = _check(x, weight, conv_state, out)
-    block_rows, block_channels = _tiles(max_query_len, num_channels)
+    block_rows, block_channels, num_warps = _tiles(max_query_len, num_channels)
     grid = (
         triton.cdiv(num_channels, block_channels),
         triton.cdiv(max_query_len, block_rows),
@@ -150,7 +162,7 @@ def causal_conv(
         SAME_TYPE=x.dtype == conv_state.dtype,
         BLOCK_ROWS=block_rows,
         BLOCK_CHANNELS=block_channels,
-        num_warps=4,
+        num_warps=num_warps,
     )
 
 
@@ -171,14 +183,17 @@ def _check(
     return num_channels, width
 
 
-def _tiles(max_rows: int, num_channels: int) -> tuple[int, int]:
-    """Rows and channels of a program."""
+def _tiles(max_rows: int, num_channels: int) -> tuple[int, int, int]:
+    """Rows and channels of a program, and its warps."""
     if interpreting():
         return (
             min(128, triton.next_power_of_2(max_rows)),
             min(4096, triton.next_power_of_2(num_channels)),
+            4,
         )
-    return 16, min(128, triton.next_power_of_2(num_channels))
+    # Fastest of a sweep on an H200 (docs/benchmarks): a thread has eight channels of two rows, and
+    # so many programs hide that each reads what it needs one after the other.
+    return 2, min(512, triton.next_power_of_2(num_channels)), 2
 
 
 @triton.jit
@@ -215,31 +230,34 @@ def _tree_conv_kernel(
     if OVERLAP:
         # Verification comes next; it waits for the end of this before it reads anything.
         tl.extra.cuda.gdc_launch_dependents()
+    # Only `x` and what was written before the kernel that makes it: this may begin while that ends.
     req = tl.program_id(2)
     slot = tl.load(slots_ptr + req).to(tl.int64)
     state_slot = tl.load(state_slots_ptr + req).to(tl.int64)
     num_rows = tl.load(num_rows_ptr + req)
     first = tl.program_id(1).to(tl.int64) * BLOCK_ROWS
     if (slot < 0) | (state_slot <= null_slot) | (first >= num_rows):
+        if OVERLAP:
+            # Or this kernel could end before those that it follows.
+            tl.extra.cuda.gdc_wait()
         return
 
     local = first + tl.arange(0, BLOCK_ROWS)
     channel = tl.program_id(0).to(tl.int64) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     valid = local < num_rows
-    mask = valid[:, None]
-    in_channels = channel < NUM_CHANNELS
-    if NUM_CHANNELS % BLOCK_CHANNELS != 0:
-        mask = mask & in_channels[None, :]
-    # Channels past the end read the last one and are masked when stored.
-    inside = tl.minimum(channel, NUM_CHANNELS - 1)
-    weight = weight_ptr + inside * weight_stride_c
+    # A row of a matrix, so that a thread reads the weights of its own channels.
     channel = channel[None, :]
+    inside = channel
+    mask = valid[:, None]
+    if NUM_CHANNELS % BLOCK_CHANNELS != 0:
+        # Channels past the end read the last one and are masked when stored.
+        mask = mask & (channel < NUM_CHANNELS)
+        inside = tl.minimum(channel, NUM_CHANNELS - 1)
+    weight = weight_ptr + inside * weight_stride_c
     row_start = tl.load(row_start_ptr + req).to(tl.int64)
     row = row_start + local
 
-    own = tl.load(x_ptr + (row * x_stride)[:, None] + channel, mask=mask, other=0.0)
     stash_row = tl.load(stash_start_ptr + req).to(tl.int64) + local
-    tl.store(raw_ptr + (stash_row * raw_stride)[:, None] + channel, own, mask=mask)
 
     # Ancestors at distance 1, 2 and 3 by local row; past the root -1, -2, -3: the window's last row
     # and those before it.
@@ -248,6 +266,10 @@ def _tree_conv_kernel(
     up2 = tl.where(up1 >= 0, tl.load(parents + up1, mask=up1 >= 0, other=0).to(tl.int64), up1 - 1)
     up3 = tl.where(up2 >= 0, tl.load(parents + up2, mask=up2 >= 0, other=0).to(tl.int64), up2 - 1)
 
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    own = tl.load(x_ptr + (row * x_stride)[:, None] + channel, mask=mask, other=0.0)
+    tl.store(raw_ptr + (stash_row * raw_stride)[:, None] + channel, own, mask=mask)
     x_request = x_ptr + row_start * x_stride
     window_end = window_ptr + (state_slot * window_stride_slot + (WIDTH - 1) * window_stride_w)
     for tap in tl.static_range(WIDTH - 1):
@@ -271,13 +293,13 @@ def _tree_conv_kernel(
             value += before.to(tl.float32)
         w = tl.load(weight + tap * weight_stride_w).to(tl.float32)
         if tap == 0:
-            acc = value * w[None, :]
+            acc = value * w
             if HAS_BIAS:
-                acc += tl.load(bias_ptr + inside).to(tl.float32)[None, :]
+                acc += tl.load(bias_ptr + inside).to(tl.float32)
         else:
-            acc += value * w[None, :]
+            acc += value * w
     w = tl.load(weight + (WIDTH - 1) * weight_stride_w).to(tl.float32)
-    acc += own.to(tl.float32) * w[None, :]
+    acc += own.to(tl.float32) * w
     acc = acc / (1.0 + tl.exp(-acc))
     out = out_ptr + (row * out_stride)[:, None] + channel
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)

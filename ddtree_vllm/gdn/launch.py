@@ -197,4 +197,4 @@ def commit_tiles(head_v_dim: int, group: int, num_channels: int) -> CommitTiles:
         # All heads of a key head, if their number is a power of two.
         block_v = head_v_dim * (group & -group)
         return CommitTiles(block_v, min(4096, triton.next_power_of_2(num_channels)))
-    return CommitTiles(min(head_v_dim, 32), min(1024, triton.next_power_of_2(num_channels)))
+    return CommitTiles(min(head_v_dim, 16), min(1024, triton.next_power_of_2(num_channels)))

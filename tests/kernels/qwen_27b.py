@@ -147,7 +147,7 @@ def verification(rows: int, requests: int, dtype: torch.dtype = torch.bfloat16) 
     out = empty(total, CHANNELS, dtype=dtype)
 
     def convolve() -> None:
-        weight = empty(CHANNELS, WIDTH, dtype=dtype)
+        weight = empty(WIDTH, CHANNELS, dtype=dtype).t()
         tree_causal_conv(x, weight, None, window, of_trees, tree, out, stash, 0)
 
     def verify() -> None:
