@@ -30,6 +30,7 @@ from ddtree_vllm.engine.rows import draft_counts, max_tree_rows, rows_that_fit
 from ddtree_vllm.engine.step import TreeStep
 from ddtree_vllm.engine.tree_sampler import TreeRejectionSampler
 from ddtree_vllm.gdn.layer import TreeVerification, allocate_stash
+from ddtree_vllm.gpu import choose_blas
 from ddtree_vllm.tree import DraftTree
 
 
@@ -138,6 +139,8 @@ class DDTreeModelState(MambaHybridModelState):
             for_capture=for_capture,
             **kwargs,
         )
+        # A graph keeps what is chosen when it is captured.
+        choose_blas(input_batch.num_tokens_after_padding)
         step = self.step
         assert step is not None
         is_tree = self._tree_requests(input_batch, for_capture)
@@ -158,8 +161,14 @@ class DDTreeModelState(MambaHybridModelState):
             # An upper bound. Cut drafts (at the end of the context) must not ask for kernels of
             # other tiles than those that were compiled before the server was ready.
             max_rows = min(n for n in self.row_counts if n >= max_rows)
+        step.rows_per_request = 0
+        # vLLM names no mode when it prepares what a graph is captured with.
+        if for_capture or cudagraph_mode == CUDAGraphMode.FULL:
+            rows_per_request = input_batch.num_tokens_after_padding // num_reqs_padded
+            if rows_per_request <= self.budget + 1:
+                step.rows_per_request = rows_per_request
         if cudagraph_mode == CUDAGraphMode.FULL:
-            max_rows = max(max_rows, input_batch.num_tokens_after_padding // num_reqs_padded)
+            max_rows = max(max_rows, step.rows_per_request)
         step.plan(
             input_batch.idx_mapping,
             input_batch.query_start_loc,

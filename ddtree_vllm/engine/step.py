@@ -22,8 +22,9 @@ NULL_BLOCK = 0
 class TreeStep:
     """Per-request description of a step's tree rows, in batch order.
 
-    Host-known: ``num_reqs`` (padded), ``max_rows`` (most rows of a tree request) and ``only_trees``
-    (no request of the step is linear). On the device:
+    Host-known: ``num_reqs`` (padded), ``max_rows`` (most rows of a tree request), ``only_trees`` (no
+    request of the step is linear) and ``rows_per_request`` (of a step in which all have as many,
+    padding too: those that a captured graph runs; else 0). On the device:
 
     Attributes (R = ``max_num_reqs``, N = ``budget``, G = number of recurrent KV-cache groups):
         slots: int32 ``[R]``, the request's slot in the ``DraftTree``; -1 where the request brings
@@ -52,6 +53,7 @@ class TreeStep:
         self.num_reqs = 0
         self.only_trees = False
         self.max_rows = 1
+        self.rows_per_request = 0
         self.slots = full(max_num_reqs, value=NO_SLOT)
         self.row_start = full(max_num_reqs, value=0)
         self.num_rows = full(max_num_reqs, value=0)

@@ -26,7 +26,8 @@ from ddtree_vllm.attention.metadata import TREE_ATTRIBUTE
 from ddtree_vllm.config import uses_trees
 from ddtree_vllm.engine.active import is_active
 from ddtree_vllm.gdn.commit import StateTable, commit_paths
-from ddtree_vllm.gdn.conv import causal_conv, tree_causal_conv
+from ddtree_vllm.gdn.conv import causal_conv, lay_out_by_taps, tree_causal_conv
+from ddtree_vllm.gdn.operator import gated_delta_net
 from ddtree_vllm.gdn.projection import share_weight
 from ddtree_vllm.gdn.recurrent import run_sequences
 from ddtree_vllm.gdn.stash import Stash
@@ -72,12 +73,11 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         # the fused kernel, which expects them, stays out.
         self.num_spec = 0
         self.enable_fused_gdn_spec_decode = False
-        # Without a GPU vLLM packs each weight for itself; LoRA wraps each of the two.
-        if (
-            current_platform.is_cuda()
-            and vllm_config.lora_config is None
-            and not self.disable_tp_for_ba_proj
-        ):
+        if not current_platform.is_cuda():
+            return  # There vLLM packs each weight for itself.
+        lay_out_by_taps(self.conv1d.weight)
+        # LoRA wraps each of the two.
+        if vllm_config.lora_config is None and not self.disable_tp_for_ba_proj:
             self.in_proj = share_weight((self.in_proj_qkvz, self.in_proj_ba))
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
@@ -98,7 +98,7 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         )
         metadata = self._metadata()
         if metadata is not None:
-            self._verify_trees(mixed_qkv, b, a, out, metadata)
+            self._verify_trees(mixed_qkv, b, a, out, getattr(metadata, TREE_ATTRIBUTE, None))
             self._serve_linear_rows(mixed_qkv, b, a, out, metadata)
         return self._output_projection(out, z.reshape(z.shape[0], -1, self.head_v_dim))
 
@@ -107,18 +107,27 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             return super().forward_cuda(hidden_states)
         mixed_qkv, z, b, a = self._project(hidden_states)
         z = z.reshape(z.shape[0], -1, self.head_v_dim)
-        # Padding has no tree, and what is never written must not be a NaN.
-        out = torch.zeros_like(z, memory_format=torch.contiguous_format)
-        # As vLLM's own layer: its kernels take the gates' rows to be contiguous, and the operator is
-        # declared to write `a`. As a view of the product that would be a copy of all of it.
-        torch.ops.vllm.qwen_gdn_attention_core(
-            mixed_qkv,
-            b.contiguous(),
-            a.contiguous(),
-            out,
-            layer_name=_encode_layer_name(self.prefix),
-        )
+        out = torch.empty_like(z, memory_format=torch.contiguous_format)
+        gated_delta_net(mixed_qkv, b, a, out, layer_name=_encode_layer_name(self.prefix))
         return self._output_projection(out, z)
+
+    def run_core(
+        self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """The convolution and the recurrence, between the projections.
+
+        Args:
+            mixed_qkv, b, a: as `_project` gives them.
+            out: ``[T, Hv, V]``, written in every row, padding's too: what is never written must not
+                be a NaN, which a product that scales its input by the largest would spread.
+        """
+        step = getattr(self._metadata(), TREE_ATTRIBUTE, None)
+        if step is not None and step.rows_per_request * step.num_reqs == out.shape[0]:
+            self._verify_trees(mixed_qkv, b, a, out, step)
+            return
+        out.zero_()
+        # vLLM's kernels take the gates' rows to be contiguous.
+        self._forward_core(mixed_qkv, b.contiguous(), a.contiguous(), out)
 
     def _project(
         self, hidden_states: torch.Tensor
@@ -154,7 +163,7 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         metadata = self._metadata() if self.verifies_trees else None
         if metadata is None or metadata.spec_sequence_masks is None:
             return super()._forward_core(mixed_qkv, b, a, core_attn_out)
-        self._verify_trees(mixed_qkv, b, a, core_attn_out, metadata)
+        self._verify_trees(mixed_qkv, b, a, core_attn_out, getattr(metadata, TREE_ATTRIBUTE, None))
         if metadata.num_prefills > 0:
             self._stock_linear_rows(mixed_qkv, b, a, core_attn_out, metadata)
 
@@ -169,10 +178,9 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         b: torch.Tensor,
         a: torch.Tensor,
         out: torch.Tensor,
-        metadata: GDNAttentionMetadata,
+        step: TreeStep | None,
     ) -> None:
         """Outputs of all tree rows, and the stash that lets the accepted path be committed."""
-        step: TreeStep | None = getattr(metadata, TREE_ATTRIBUTE, None)
         if step is None or step.max_rows == 0:
             return
         assert self.verification is not None
@@ -202,6 +210,7 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             out,
             stash,
             self.layer_number,
+            rows_per_request=step.rows_per_request,
         )
 
     def _serve_linear_rows(

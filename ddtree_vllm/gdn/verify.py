@@ -55,11 +55,13 @@ def verify_tree(
     stash: Stash,
     layer: int,
     precision: str | None = None,
+    rows_per_request: int = 0,
 ) -> None:
     """Runs every tree row of a step from its request's committed state.
 
     Gating and the L2 norm of q and k (epsilon 1e-6, q scaled by 1 / sqrt(K)) are part of it. Rows
     of other requests keep what `out` holds; padding nodes get finite values that nothing reads.
+    With `rows_per_request` all other rows get zeros.
 
     Args:
         qkv: [T, 2 Hk K + Hv V], convolution output, channels contiguous, any row stride.
@@ -71,10 +73,12 @@ def verify_tree(
         out: [T, Hv, V], written for tree rows, contiguous within a row.
         stash: `k`, `u` and `log_decay` of `layer` are written, `factors` is overwritten.
         precision: of products of two float32 factors, see `launch.default_precision`.
+        rows_per_request: rows of every entry, of a step in which entry r has rows
+            r * rows_per_request on, whether skipped or not; 0 where that is not so.
 
     Raises:
         ValueError: shapes that do not fit each other, a head size that is not 64 or 128, or a stash
-            made for fewer requests or rows of a request.
+            made for fewer requests or rows of a request; `rows_per_request` that are not the step's.
     """
     if rows.num_reqs == 0 or rows.max_num_rows == 0:
         return
@@ -90,6 +94,13 @@ def verify_tree(
         raise ValueError(
             f"{rows.num_reqs} requests of up to {rows.max_num_rows} rows need {needed} factors; "
             f"the stash was made for {stash.factors.numel()}"
+        )
+    if rows_per_request and not (
+        rows_per_request <= rows.max_num_rows and rows_per_request * rows.num_reqs == out.shape[0]
+    ):
+        raise ValueError(
+            f"{rows.num_reqs} requests of {rows_per_request} rows, up to {rows.max_num_rows}, are not "
+            f"the {out.shape[0]} rows of the step"
         )
     which = (rows.slots, rows.state_slots, rows.row_start, rows.num_rows, rows.stash_start)
     shape = {
@@ -139,6 +150,7 @@ def verify_tree(
         stash.u[layer],
         *which,
         rows.null_slot,
+        rows_per_request,
         V=head_v_dim,
         BLOCK_V=split.block_v,
         BLOCK_K=split.block_k,
@@ -549,7 +561,8 @@ def _apply_tile(
     return u
 
 
-@triton.jit
+# Not specialised: budgets by batch size differ in it, and would each compile a kernel.
+@triton.jit(do_not_specialize=["rows_per_request"])
 def _verify_apply_kernel(
     qkv_ptr,  # [T, 2 HK K + HV V]
     qkv_stride,
@@ -565,6 +578,7 @@ def _verify_apply_kernel(
     num_rows_ptr,  # [R]
     stash_start_ptr,  # [R]
     null_slot,
+    rows_per_request,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -584,8 +598,7 @@ def _verify_apply_kernel(
     slot = tl.load(slots_ptr + req).to(tl.int64)
     state_slot = tl.load(state_slots_ptr + req).to(tl.int64)
     num_rows = tl.load(num_rows_ptr + req)
-    if (num_rows <= 0) | (slot < 0) | (state_slot <= null_slot):
-        return
+    num_rows = tl.where((slot < 0) | (state_slot <= null_slot), 0, num_rows)
     v_splits: tl.constexpr = V // BLOCK_V
     n: tl.constexpr = HEADS * BLOCK_ROWS
     pairs: tl.constexpr = 3 if TWO_TILES else 1
@@ -605,6 +618,18 @@ def _verify_apply_kernel(
     in_heads = head < HV
     head = tl.minimum(head, HV - 1)
     v_channel = v_split * BLOCK_V + tl.arange(0, BLOCK_V)
+    if num_rows < rows_per_request:
+        for tile in tl.static_range(2 if TWO_TILES else 1):
+            local = column + tile * BLOCK_ROWS
+            others = (local >= num_rows) & (local < rows_per_request) & in_heads
+            at = (req.to(tl.int64) * rows_per_request + local) * out_stride + head * V
+            zeros = tl.full([n, BLOCK_V], 0.0, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + at[:, None] + v_channel[None, :], zeros, mask=others[:, None])
+    if num_rows <= 0:
+        if OVERLAP:
+            # Or this kernel could end before those that it follows.
+            tl.extra.cuda.gdc_wait()
+        return
     state = state_ptr + (state_slot * state_stride + v_channel * K)
     v_channel = v_channel[None, :]
     row = tl.load(row_start_ptr + req).to(tl.int64) + column

@@ -14,6 +14,8 @@ from vllm.distributed.parallel_state import (
 from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
+from ddtree_vllm.attention.metadata import TREE_ATTRIBUTE
+from ddtree_vllm.gdn.conv import lay_out_by_taps
 from ddtree_vllm.gdn.layer import TreeGatedDeltaNetAttention
 from ddtree_vllm.gdn.projection import COLUMNS, share_weight
 
@@ -104,34 +106,72 @@ def test_a_quantised_layer_is_left_as_it_is(parts):
     assert [p.weight.data_ptr() for p in parts] == before
 
 
-def test_vllms_operator_is_given_what_its_own_layer_gives_it(parts):
-    """The real operator, which is declared to write `a`: that must not be a part of the product."""
+@pytest.fixture
+def served(parts):
+    """A layer that goes through the real operator, and what its core was given."""
     given = {}
-
-    def core(mixed_qkv, b, a, core_attn_out):
-        given.update(mixed_qkv=mixed_qkv, b=b, a=a)
-        core_attn_out.fill_(7)
-
     made = layer(parts, share_weight(parts))
     made.prefix, made.head_v_dim = "layer", V
     made._project = lambda x: TreeGatedDeltaNetAttention._project(made, x)
-    made._forward_core = core
+    made.run_core = lambda *tensors: TreeGatedDeltaNetAttention.run_core(made, *tensors)
     made._output_projection = lambda out, z: (out, z)
-    context = SimpleNamespace(no_compile_layers={"layer": made})
-    x = torch.randn(5, HIDDEN, device=parts[0].weight.device)
-    with override_forward_context(context):
-        out, z = TreeGatedDeltaNetAttention.forward_cuda(made, x)
 
-    q, k, v, weight_z = parts[0].weight.split([KEY, KEY, VALUE, VALUE])
-    weight_b, weight_a = parts[1].weight.split([HV, HV])
-    expected = {"mixed_qkv": torch.cat([q, k, v]), "b": weight_b, "a": weight_a}
-    for name, weight in expected.items():
-        torch.testing.assert_close(given[name], x @ weight.T, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(z.flatten(1), x @ weight_z.T, rtol=1e-5, atol=1e-5)
-    assert out.shape == (5, HV, V)
-    assert (out == 7).all()
-    written = {t.untyped_storage().data_ptr() for t in (given["a"], out)}
-    read = {t.untyped_storage().data_ptr() for t in (given["mixed_qkv"], given["b"], z)}
-    assert not written & read
+    def core(mixed_qkv, b, a, out, step=None):
+        given.update(mixed_qkv=mixed_qkv, b=b, a=a, step=step, nothing_yet=not out.any())
+        out.fill_(7)
+
+    made._forward_core = made._verify_trees = core
+
+    def run(step=None):
+        made._metadata = lambda: SimpleNamespace(**{TREE_ATTRIBUTE: step})
+        context = SimpleNamespace(no_compile_layers={"layer": made})
+        x = torch.randn(6, HIDDEN, device=parts[0].weight.device)
+        with override_forward_context(context):
+            out, z = TreeGatedDeltaNetAttention.forward_cuda(made, x)
+        q, k, v, weight_z = parts[0].weight.split([KEY, KEY, VALUE, VALUE])
+        weight_b, weight_a = parts[1].weight.split([HV, HV])
+        expected = {"mixed_qkv": torch.cat([q, k, v]), "b": weight_b, "a": weight_a}
+        for name, weight in expected.items():
+            torch.testing.assert_close(given[name], x @ weight.T, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(z.flatten(1), x @ weight_z.T, rtol=1e-5, atol=1e-5)
+        assert out.shape == (6, HV, V)
+        assert (out == 7).all()
+        return given | {"out": out}
+
+    return run
+
+
+def test_vllms_kernels_get_contiguous_gates_and_an_output_of_zeros(served):
+    given = served()
+    assert given["step"] is None
+    assert given["nothing_yet"]
     assert given["a"].is_contiguous()
     assert given["b"].is_contiguous()
+
+
+def test_a_step_of_equal_trees_reads_the_product_where_it_is(served):
+    """Nothing is copied and nothing zeroed: the kernels write every row."""
+    step = SimpleNamespace(num_reqs=2, rows_per_request=3)
+    given = served(step)
+    assert given["step"] is step
+    product = {given[name].untyped_storage().data_ptr() for name in ("mixed_qkv", "b", "a")}
+    assert len(product) == 1
+    assert given["out"].untyped_storage().data_ptr() not in product
+
+
+@pytest.mark.parametrize(("num_reqs", "rows"), [(2, 0), (1, 3), (3, 3)])
+def test_a_step_of_other_rows_is_served_as_any_batch(served, num_reqs, rows):
+    assert served(SimpleNamespace(num_reqs=num_reqs, rows_per_request=rows))["step"] is None
+
+
+def test_a_weight_by_taps_keeps_its_shape_and_takes_what_is_loaded(device):
+    weight = torch.nn.Parameter(torch.randn(10, 1, 4, device=device), requires_grad=False)
+    before = weight.data.clone()
+    lay_out_by_taps(weight)
+    assert weight.stride()[0] == 1
+    assert torch.equal(weight.data, before)
+    # As vLLM's loader does, and as its kernels then see it.
+    weight.data[3:7] = 2.5
+    seen = weight.view(10, 4)
+    assert (seen[3:7] == 2.5).all()
+    assert torch.equal(seen[:3], before[:3, 0])

@@ -4,9 +4,18 @@
 import numpy as np
 import pytest
 import torch
-from gdn_cases import REGIMES, Step, ancestor_matrix, chain, path_to, random_parents, relative_error
+from gdn_cases import (
+    NULL_SLOT,
+    REGIMES,
+    Step,
+    ancestor_matrix,
+    chain,
+    path_to,
+    random_parents,
+    relative_error,
+)
 
-from ddtree_vllm.gdn import reference, verify_tree
+from ddtree_vllm.gdn import reference, tree_causal_conv, verify_tree
 from ddtree_vllm.gdn.launch import num_factors, row_tiles
 
 OUTPUT_TOLERANCE = 1e-5
@@ -135,6 +144,62 @@ def test_slow_decays_keep_their_digits(rng, device):
     expected = step.projections(0).g.cumsum(0)
     actual = step.stash.log_decay[0, :4].cpu()
     assert ((actual - expected).abs() <= 1e-6 * expected.abs()).all()
+
+
+def verify_equal_requests(step: Step, rows_per_request: int) -> torch.Tensor:
+    layer = step.layers[0]
+    tree_causal_conv(
+        layer.x,
+        layer.weight,
+        layer.bias,
+        layer.conv_state,
+        step.rows,
+        step.tree,
+        step.conv_out[0],
+        step.stash,
+        0,
+    )
+    inputs = (layer.a, layer.b, layer.a_log, layer.dt_bias, layer.state, step.rows, step.tree)
+    verify_tree(
+        step.conv_out[0], *inputs, step.out[0], step.stash, 0, rows_per_request=rows_per_request
+    )
+    return step.out[0]
+
+
+@pytest.mark.parametrize(("num_rows", "cut"), [(3, 2), (40, 25), (100, 70), (100, 40)])
+def test_where_all_requests_have_as_many_rows_those_of_nobody_become_zeros(
+    rng, device, num_rows, cut
+):
+    """A captured graph's: a tree cut to the stash's room, an entry of padding, one without a state."""
+    trees = [random_parents(rng, num_rows) for _ in range(4)]
+    step = Step(rng, trees, head_dim=128, device=device)
+    step.trees = [trees[0], trees[1][:cut], None, None]
+    step.rows.num_rows[1] = cut
+    step.rows.num_rows[2] = 0
+    step.rows.slots[2] = -1
+    step.rows.row_start[2] = 0
+    step.rows.state_slots[3] = NULL_SLOT
+    out = verify_equal_requests(step, num_rows).reshape(4, num_rows, -1)
+    for req in range(2):
+        assert verified_error(step, req) < OUTPUT_TOLERANCE
+    assert out[0].isfinite().all()
+    assert (out[1, cut:] == 0).all()
+    assert (out[2:] == 0).all()
+
+
+@pytest.mark.usefixtures("gpu_tiles")
+@pytest.mark.parametrize(("num_rows", "cut"), [(40, 25), (100, 40)])
+def test_tiles_of_a_gpu_write_the_same_zeros(rng, device, num_rows, cut):
+    test_where_all_requests_have_as_many_rows_those_of_nobody_become_zeros(
+        rng, device, num_rows, cut
+    )
+
+
+def test_rows_per_request_that_are_not_the_steps_are_refused(rng, device):
+    step = Step(rng, [random_parents(rng, 6)] * 2, device=device)
+    for wrong in (5, 12):
+        with pytest.raises(ValueError, match="2 requests of"):
+            verify_equal_requests(step, wrong)
 
 
 def test_padding_nodes_change_nothing(rng, device):

@@ -11,8 +11,9 @@ from ddtree_preflight import gpus as preflight_gpus
 from ddtree_vllm.attention import tiles
 from ddtree_vllm.attention.tiles import Tiles, choose_suffix_tiles, choose_tiles
 from ddtree_vllm.engine import requirements
-from ddtree_vllm.gdn import launch
+from ddtree_vllm.gdn import conv, launch
 from ddtree_vllm.gdn.launch import CommitTiles, ValueSplit, row_tiles, value_split
+from ddtree_vllm.gpu import choose_blas
 
 SMALL = 99 * 1024  # 8.6, 8.9, 12.0
 LARGE = [163 * 1024, 227 * 1024]  # 8.0; 9.0
@@ -23,6 +24,7 @@ def on_gpu_with(monkeypatch):
     """Has launchers choose as on a GPU with so many bytes of shared memory for a block."""
 
     def stand_in(shared_memory: int) -> None:
+        monkeypatch.setattr(conv, "interpreting", lambda: False)
         for module in (tiles, launch):
             monkeypatch.setattr(module, "interpreting", lambda: False)
             monkeypatch.setattr(module, "shared_memory_per_block", lambda: shared_memory)
@@ -49,7 +51,8 @@ def test_tiles_that_were_measured_stay(on_gpu_with, shared_memory):
     assert value_split(8, 48, 128, 128, row_tiles(64)) == ValueSplit(64, 32)
     assert value_split(16, 48, 128, 128, row_tiles(32)) == ValueSplit(64, 32)
     assert launch.longest_chunk() == 32
-    assert launch.commit_tiles(128, 3, 10240) == CommitTiles(32, 1024)
+    assert launch.commit_tiles(128, 3, 10240) == CommitTiles(16, 1024)
+    assert conv._tiles(64, 10240) == (2, 512, 2)
 
 
 def test_tiles_for_99_kb_are_smaller_where_the_measured_ones_do_not_fit(on_gpu_with):
@@ -64,6 +67,29 @@ def test_tiles_for_99_kb_are_smaller_where_the_measured_ones_do_not_fit(on_gpu_w
     assert value_split(16, 48, 128, 128, row_tiles(128)) == ValueSplit(32, 32)
     assert value_split(16, 48, 128, 128, row_tiles(32)) == ValueSplit(64, 32)
     assert launch.longest_chunk() == 16
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "chosen"),
+    [
+        ((9, 0), 1, ["cublaslt"]),
+        ((9, 0), 128, ["cublaslt"]),
+        ((9, 0), 129, ["default"]),
+        ((9, 0), 4096, ["default"]),
+        ((8, 9), 64, []),
+        ((12, 0), 64, []),
+        (None, 64, []),
+    ],
+)
+def test_products_of_few_rows_are_cublaslts_where_that_was_measured(
+    monkeypatch, capability, rows, chosen
+):
+    got = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", got.append)
+    choose_blas(rows)
+    assert got == chosen
 
 
 def test_the_role_preflight_refuses_the_gpus_that_the_engine_refuses():
