@@ -166,7 +166,11 @@ class Contestant:
         return {"ms": times}
 
     def profile(self, count: int) -> dict[str, Any]:
-        """Kernels of a step: [name, microseconds a step, calls a step], longest first."""
+        """Kernels of a step: [name, microseconds a step, calls a step], longest first.
+
+        `busy_us` is how long the device works in a step and `idle_us` how long it does not between the
+        first of these steps and the last: kernels that overlap count once.
+        """
         import torch
 
         self.steps(0, 3)
@@ -180,7 +184,18 @@ class Contestant:
             for e in profiler.key_averages()
             if e.self_device_time_total > 0
         ]
-        return {"kernels": sorted(rows, key=lambda row: -row[1])}
+        spans = sorted(
+            (e.time_range.start, e.time_range.end)
+            for e in profiler.events()
+            if e.device_type == torch.autograd.DeviceType.CUDA and e.time_range.end > 0
+        )
+        busy = busy_time(spans)
+        idle = max(end for _, end in spans) - spans[0][0] - busy
+        return {
+            "kernels": sorted(rows, key=lambda row: -row[1]),
+            "busy_us": busy / count,
+            "idle_us": idle / count,
+        }
 
     def clear(self) -> dict[str, Any]:
         self.engine.abort_request(self.running)
@@ -204,6 +219,15 @@ class Contestant:
         concurrency = get_max_concurrency_for_kv_cache_config(config, cache)
         total = config.cache_config.kv_cache_memory_bytes
         return {"concurrency": concurrency, "cache_bytes": total}
+
+
+def busy_time(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of spans, which come by their beginnings."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in spans:
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
 
 
 def synchronize() -> None:
