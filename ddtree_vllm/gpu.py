@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -22,8 +23,8 @@ LT_ROWS = 128
 """Most rows of a product that cuBLASLt chooses kernels for."""
 
 
-def choose_blas(rows: int) -> None:
-    """Have torch ask cuBLASLt for the kernels of products of few rows, cuBLAS for others.
+def choose_blas(rows: int | None) -> None:
+    """Have torch ask cuBLASLt for the kernels of products of few rows.
 
     Of the products of Qwen3.6-27B on an H200 (docs/benchmarks) cuBLAS splits the MLP's second one for
     up to 128 rows and adds the parts in another kernel: 51 us for 64 rows, where cuBLASLt takes one that
@@ -31,8 +32,16 @@ def choose_blas(rows: int) -> None:
     was not measured nothing is chosen.
 
     Args:
-        rows: of the step, padding too.
+        rows: of the products, padding too; None: as it was before the first choice.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return
-    torch.backends.cuda.preferred_blas_library("cublaslt" if rows <= LT_ROWS else "default")
+    before = _blas_before_any_choice()
+    few = rows is not None and rows <= LT_ROWS
+    torch.backends.cuda.preferred_blas_library("cublaslt" if few else before)
+
+
+@functools.cache
+def _blas_before_any_choice() -> Any:
+    """What the environment or torch prefers, asked once, before anything is chosen."""
+    return torch.backends.cuda.preferred_blas_library()

@@ -42,9 +42,7 @@ def register() -> None:
         use_torch_top_k_top_p()
     from ddtree_vllm.engine.request_limits import refuse_what_does_not_fit
     from ddtree_vllm.engine.tree_metrics import show_on_metrics_endpoint
-    from ddtree_vllm.gdn.operator import split_graphs_at_operator
 
-    split_graphs_at_operator()
     refuse_what_does_not_fit()
     show_on_metrics_endpoint()
     for architecture, target in _TARGETS.items():

@@ -18,6 +18,7 @@ from ddtree_vllm.engine.prompt_logprobs import TreePromptLogprobsWorker
 from ddtree_vllm.engine.requirements import check_supported
 from ddtree_vllm.engine.speculator import DDTreeSpeculator
 from ddtree_vllm.engine.tree_metrics import FILE_VARIABLE, TreeCounters
+from ddtree_vllm.gdn.operator import split_graphs_at_operator
 
 
 class _TreeRunner:
@@ -25,6 +26,7 @@ class _TreeRunner:
 
     def _use_trees(self, vllm_config: VllmConfig, device: torch.device) -> None:
         check_supported(vllm_config)
+        split_graphs_at_operator(vllm_config.compilation_config)
         if vllm_config.speculative_config is not None and self.is_last_pp_rank:  # type: ignore[attr-defined]
             self.speculator = DDTreeSpeculator(vllm_config, device)
             # Every rank of a tensor-parallel engine walks the same trees; one of them counts.

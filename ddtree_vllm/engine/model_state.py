@@ -164,11 +164,11 @@ class DDTreeModelState(MambaHybridModelState):
         step.rows_per_request = 0
         # vLLM names no mode when it prepares what a graph is captured with.
         if for_capture or cudagraph_mode == CUDAGraphMode.FULL:
-            rows_per_request = input_batch.num_tokens_after_padding // num_reqs_padded
-            if rows_per_request <= self.budget + 1:
+            rows_per_request, rest = divmod(input_batch.num_tokens_after_padding, num_reqs_padded)
+            if not rest and rows_per_request <= self.budget + 1:
                 step.rows_per_request = rows_per_request
         if cudagraph_mode == CUDAGraphMode.FULL:
-            max_rows = max(max_rows, step.rows_per_request)
+            max_rows = max(max_rows, input_batch.num_tokens_after_padding // num_reqs_padded)
         step.plan(
             input_batch.idx_mapping,
             input_batch.query_start_loc,

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from ddtree_vllm.cache.linearise import linearise_rows
 from ddtree_vllm.config import DDTreeConfig
 from ddtree_vllm.engine.model_state import DDTreeModelState, drafter_block_size
+from ddtree_vllm.gpu import choose_blas
 from ddtree_vllm.tree import build_draft_trees, make_policy, top_k_log_probs
 
 
@@ -70,6 +71,8 @@ class DDTreeSpeculator(DFlashSpeculator):
 
     def capture(self) -> None:
         self.tree_slots.fill_(-1)
+        # The target's graphs, captured before, had one chosen by their rows.
+        choose_blas(None)
         super().capture()
 
     @torch.inference_mode()

@@ -49,9 +49,6 @@ def tree_causal_conv(
     Reads the window of each request and does not move it: the commit does, along the accepted path.
     Rows of other requests keep what `out` holds.
 
-    Of its inputs only `x` may come from the kernel that was launched just before: on a GPU that can,
-    this one begins while that one ends, and waits for it where it reads `x`.
-
     Args:
         x: [T, C], raw rows of the step, channels contiguous, any row stride.
         weight: [C, W], oldest tap first, W in 2..4.
@@ -102,7 +99,6 @@ def tree_causal_conv(
         BLOCK_CHANNELS=block_channels,
         OVERLAP=overlapping(),
         num_warps=num_warps,
-        **({"launch_pdl": True} if overlapping() else {}),
     )
 
 
@@ -230,16 +226,12 @@ def _tree_conv_kernel(
     if OVERLAP:
         # Verification comes next; it waits for the end of this before it reads anything.
         tl.extra.cuda.gdc_launch_dependents()
-    # Only `x` and what was written before the kernel that makes it: this may begin while that ends.
     req = tl.program_id(2)
     slot = tl.load(slots_ptr + req).to(tl.int64)
     state_slot = tl.load(state_slots_ptr + req).to(tl.int64)
     num_rows = tl.load(num_rows_ptr + req)
     first = tl.program_id(1).to(tl.int64) * BLOCK_ROWS
     if (slot < 0) | (state_slot <= null_slot) | (first >= num_rows):
-        if OVERLAP:
-            # Or this kernel could end before those that it follows.
-            tl.extra.cuda.gdc_wait()
         return
 
     local = first + tl.arange(0, BLOCK_ROWS)
@@ -266,8 +258,6 @@ def _tree_conv_kernel(
     up2 = tl.where(up1 >= 0, tl.load(parents + up1, mask=up1 >= 0, other=0).to(tl.int64), up1 - 1)
     up3 = tl.where(up2 >= 0, tl.load(parents + up2, mask=up2 >= 0, other=0).to(tl.int64), up2 - 1)
 
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     own = tl.load(x_ptr + (row * x_stride)[:, None] + channel, mask=mask, other=0.0)
     tl.store(raw_ptr + (stash_row * raw_stride)[:, None] + channel, own, mask=mask)
     x_request = x_ptr + row_start * x_stride

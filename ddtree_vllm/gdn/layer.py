@@ -123,7 +123,7 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         """
         step = getattr(self._metadata(), TREE_ATTRIBUTE, None)
         if step is not None and step.rows_per_request * step.num_reqs == out.shape[0]:
-            self._verify_trees(mixed_qkv, b, a, out, step)
+            self._verify_trees(mixed_qkv, b, a, out, step, step.rows_per_request)
             return
         out.zero_()
         # vLLM's kernels take the gates' rows to be contiguous.
@@ -179,8 +179,12 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         a: torch.Tensor,
         out: torch.Tensor,
         step: TreeStep | None,
+        rows_per_request: int = 0,
     ) -> None:
-        """Outputs of all tree rows, and the stash that lets the accepted path be committed."""
+        """Outputs of all tree rows, and the stash that lets the accepted path be committed.
+
+        With ``rows_per_request`` zeros in all other rows, see ``verify_tree``.
+        """
         if step is None or step.max_rows == 0:
             return
         assert self.verification is not None
@@ -210,7 +214,7 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             out,
             stash,
             self.layer_number,
-            rows_per_request=step.rows_per_request,
+            rows_per_request=rows_per_request,
         )
 
     def _serve_linear_rows(

@@ -13,17 +13,20 @@ from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name, direct_register_custom_op
 
 _NAMESPACE, _NAME = "ddtree", "gated_delta_net"
+_VLLMS = "vllm::qwen_gdn_attention_core"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
-def split_graphs_at_operator() -> None:
-    """Let vLLM break piecewise graphs at the operator, as it does at its own attention.
+def split_graphs_at_operator(compilation_config: CompilationConfig) -> None:
+    """Have piecewise graphs break at the operator wherever they would at vLLM's own.
 
-    For every configuration made afterwards in this process. Safe to call any number of times.
+    Before the model is compiled. A list of the user's is extended too: without the operator in it, a
+    graph would be captured that runs one step's trees for ever.
     """
+    operators = compilation_config.splitting_ops
     name = f"{_NAMESPACE}::{_NAME}"
-    if name not in CompilationConfig._attention_ops:
-        CompilationConfig._attention_ops.append(name)
+    if operators and _VLLMS in operators and name not in operators:
+        operators.append(name)
 
 
 # No postponed annotations in this module: the operator's schema is made from them.

@@ -104,11 +104,18 @@ def fleet(lab):
     fake_nvidia.install(lab, PAIRS, fake_nvidia.PCIE_PAIRS)
     groups = {"cpu_demo": [DEMO], "h200": [SWITCHED], "rtx6000": [PAIRS]}
     made = Fleet(lab, lab.inventory("example", groups, HOST_VARS))
+    made.foreseen = changed(made.play("site.yml", "--check", "--diff", what="check"))
+    made.checked = {number: snapshot(lab, number) for number in NODES}
     assert changed(made.play(what="first run")) > 0
     yield made
     print("; ".join(f"{what} {took:.0f} s" for what, took in made.seconds.items()))
     fake_nvidia.remove(lab, SWITCHED)
     fake_nvidia.remove(lab, PAIRS)
+
+
+def test_check_mode_on_bare_hosts_foresees_changes_and_makes_none(fleet):
+    assert fleet.foreseen > 0
+    assert fleet.checked == fleet.before
 
 
 def test_a_second_run_changes_nothing_and_both_take_less_than_5_minutes(fleet):

@@ -370,7 +370,6 @@ def test_check_mode_counts_what_would_be_started_and_enabled(service):
     assert service.main_pid == pid
 
 
-@pytest.mark.slow
 def test_arguments_reach_the_engine_word_for_word(service):
     try:
         assert service.apply(vllm_service_engine_args=ODD_ARGUMENTS) > 0
@@ -380,7 +379,6 @@ def test_arguments_reach_the_engine_word_for_word(service):
         service.apply()
 
 
-@pytest.mark.slow
 def test_the_api_key_is_a_credential(service):
     try:
         assert service.apply(vllm_service_api_key="s3cret") > 0
@@ -409,7 +407,6 @@ def test_the_api_key_is_a_credential(service):
     assert service.run("ls /etc/ddtree") == "health-0.env\ntopology.json\nvllm-0.env"
 
 
-@pytest.mark.slow
 def test_an_engine_that_keeps_failing_stays_down_and_raises_the_alert(service):
     alarm = ["/bin/sh", "-c", 'echo "$0" >/run/alarm']
     try:
@@ -435,7 +432,6 @@ def test_an_engine_that_keeps_failing_stays_down_and_raises_the_alert(service):
     assert "engine 0 is healthy" in done.stdout
 
 
-@pytest.mark.slow
 def test_a_taken_port_is_refused_before_anything_changes(service):
     service.run(f"systemctl disable --now {UNIT}")
     service.run(
@@ -453,7 +449,6 @@ def test_a_taken_port_is_refused_before_anything_changes(service):
         changed(service.play())
 
 
-@pytest.mark.slow
 def test_container_mode_pins_each_instance_by_uuid_and_drops_privileges(service):
     """Rendered only: the hosts of the lab have neither an image nor a GPU."""
     uuids = [f"GPU-{letter}" for letter in "abcd"]
@@ -468,6 +463,7 @@ def test_container_mode_pins_each_instance_by_uuid_and_drops_privileges(service)
         "vllm_service_image": "ddtree-vllm:gpu",
         "vllm_service_free_mib": 70000,
         "vllm_service_memory_max": "64G",
+        "vllm_service_api_key": "s3cret",
     }
     files = "/etc/systemd/system/ddtree-vllm@.service"
     try:
@@ -483,8 +479,13 @@ def test_container_mode_pins_each_instance_by_uuid_and_drops_privileges(service)
             "--pull never",
             "--memory 64g",
             "--log-driver none",
+            "--env DDTREE_API_KEY_FILE=/run/secrets/api-key",
         ):
             assert words in unit
+        assert "VLLM_API_KEY" not in unit
+        # The host has no Docker; nothing else is to be said.
+        said = service.lab.try_run(NODE, f"systemd-analyze verify {files} 2>&1").stdout
+        assert [line for line in said.splitlines() if "docker" not in line] == []
         plan = json.loads(service.run("cat /etc/ddtree/topology.json"))
         assert [group["instance"] for group in plan["groups"]] == ["0", "1"]
         for group in plan["groups"]:

@@ -336,6 +336,16 @@ def test_files_of_the_cpu_image_carry_the_time_of_the_commit(read):
     assert {f.mtime for n, f in read.files.items() if n.startswith("opt/ddtree/")} == {read.created}
 
 
+def test_the_cpu_image_is_labelled(read):
+    labels = read.labels
+    assert labels["org.opencontainers.image.title"] == "ddtree-vllm"
+    assert labels["org.opencontainers.image.version"] == __version__
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", labels["org.opencontainers.image.revision"])
+    assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
+    assert labels["ddtree.vllm"] == SUPPORTED_VLLM
+    assert labels["ddtree.device"] == "cpu"
+
+
 def test_the_cpu_image_holds_the_pinned_packages(archive, read):
     """By the bill of materials that `make image` writes beside an archive."""
     file = archive.with_name(archive.name.removesuffix(".tar") + ".cdx.json")

@@ -149,7 +149,8 @@ def test_a_reload_of_systemd_leaves_the_container_serving(deployment):
     assert deployment.container()["Id"] == before
 
 
-def test_an_upgrade_and_its_way_back_break_no_stream(deployment):
+def test_a_client_streams_through_a_kill_an_upgrade_and_its_way_back(deployment):
+    """The kill breaks the stream that was running, and whoever asks the dying server; a drain breaks none."""
     lab = deployment.lab
     lab.run(1, f"printf 'FROM {IMAGE}\\nLABEL step=next\\n' | docker build -q -t {NEXT} -", 120)
     lab.run(2, "rm -rf /root/streams; mkdir /root/streams")
@@ -159,19 +160,25 @@ def test_an_upgrade_and_its_way_back_break_no_stream(deployment):
         "python3 /root/streaming_client.py node1 8000 /root/streams",
     )
 
+    def seen():
+        return json.loads(lab.try_run(2, "cat /root/streams/seen").stdout or '{"began": 0}')
+
     def wait_for_another_stream():
         """Until a stream that begins from here on has its first token."""
         end = time.monotonic() + 300
-        began = None
-        while True:
-            seen = json.loads(lab.try_run(2, "cat /root/streams/seen").stdout or '{"began": 0}')
-            began = seen["began"] if began is None else began
-            if seen["began"] > began:
-                return
-            assert time.monotonic() < end, seen
+        began = seen()["began"]
+        while (now := seen())["began"] <= began:
+            assert time.monotonic() < end, now
             time.sleep(0.2)
 
     try:
+        before = deployment.container()["Id"]
+        wait_for_another_stream()
+        lab.run(1, "pkill -KILL -u 10001 -f VLLM::EngineCore")
+        deployment.wait_for_another(before)
+        wait_for_another_stream()
+        killed = seen()["broken"]
+        assert killed
         for tag in (NEXT, IMAGE):
             before = deployment.container()["Id"]
             wait_for_another_stream()
@@ -185,14 +192,35 @@ def test_an_upgrade_and_its_way_back_break_no_stream(deployment):
         output, errors = client.communicate(timeout=300)
     finally:
         client.kill()
-    seen = json.loads(output or "{}")
-    print(seen, errors)
-    assert seen["broken"] == []
-    assert seen["finished"] >= 3
+    told = json.loads(output or "{}")
+    print(told, errors)
+    assert told["broken"] == killed
+    assert told["finished"] >= 3
     drained = (
         f"journalctl --unit={UNIT} --output=cat | grep -c 'SIGTERM: requests in flight have 240 s'"
     )
     assert int(lab.run(1, drained)) == 2
+
+
+def test_the_api_key_is_asked_for_and_docker_does_not_show_it(deployment):
+    lab, secret = deployment.lab, "not-for-docker-inspect"
+    url = "http://node1:8000/v1/models"
+    code = "curl -sS -o /dev/null -w '%{http_code}' --max-time 30"
+    before = deployment.container()["Id"]
+    assert changed(deployment.play(vllm_service_api_key=secret)) > 0
+    try:
+        assert deployment.container()["Id"] != before
+        assert lab.run(2, f"{code} {url}") == "401"
+        assert lab.run(2, f"{code} -H 'Authorization: Bearer {secret}' {url}") == "200"
+        assert secret not in json.dumps(deployment.container())
+        assert lab.run(1, "ps -eo args | grep -c '[n]ot-for-docker' || true").strip() == "0"
+        lab.run(1, "systemctl start ddtree-health@0.service")  # fails unless it is healthy
+        kept = lab.run(1, "stat -c '%u %a' /run/ddtree-vllm/0.api-key").strip()
+        assert kept == "10001 400"
+    finally:
+        assert changed(deployment.play()) > 0
+    assert lab.run(2, f"{code} {url}") == "200"
+    assert lab.run(1, "ls /run/ddtree-vllm").split() == ["0.started-with"]
 
 
 def test_a_hung_engine_is_killed_with_its_container(deployment):

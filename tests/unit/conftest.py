@@ -18,6 +18,7 @@ def gpu_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, d
     else:
         for module in (conv, verify):
             monkeypatch.setattr(module, "overlapping", lambda: False)
+    monkeypatch.setattr(conv, "interpreting", lambda: False)
     for module in (tiles, launch):
         monkeypatch.setattr(module, "interpreting", lambda: False)
         monkeypatch.setattr(module, "shared_memory_per_block", lambda: room)

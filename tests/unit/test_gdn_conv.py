@@ -38,6 +38,17 @@ def test_a_row_sees_its_three_nearest_ancestors(rng, device, bias):
         assert close(step.conv_out[0][step.request_rows(req)], expected_tree(step, req))
 
 
+@pytest.mark.usefixtures("gpu_tiles")
+@pytest.mark.parametrize("by_taps", [False, True])
+def test_tiles_of_a_gpu_and_weights_by_taps_compute_the_same(rng, device, by_taps):
+    step = Step(rng, [random_parents(rng, n) for n in (1, 5, 33)], bias=True, device=device)
+    if by_taps:
+        step.layers[0].weight = step.layers[0].weight.t().contiguous().t()
+    step.verify()
+    for req in range(3):
+        assert close(step.conv_out[0][step.request_rows(req)], expected_tree(step, req))
+
+
 def test_siblings_do_not_see_each_other(rng, device):
     """A star: every node's window is the root and the committed inputs, whatever comes between."""
     step = Step(rng, [[-1, 0, 0, 0, 0]], device=device)

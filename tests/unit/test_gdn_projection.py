@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import (
     cleanup_dist_env_and_memory,
     ensure_model_parallel_initialized,
@@ -17,8 +17,10 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 from ddtree_vllm.attention.metadata import TREE_ATTRIBUTE
 from ddtree_vllm.gdn.conv import lay_out_by_taps
 from ddtree_vllm.gdn.layer import TreeGatedDeltaNetAttention
+from ddtree_vllm.gdn.operator import split_graphs_at_operator
 from ddtree_vllm.gdn.projection import COLUMNS, share_weight
 
+VLLMS = "vllm::qwen_gdn_attention_core"
 HIDDEN, HK, HV, K, V = 48, 2, 6, 8, 8
 KEY, VALUE = HK * K, HV * V
 
@@ -107,17 +109,21 @@ def test_a_quantised_layer_is_left_as_it_is(parts):
 
 
 @pytest.fixture
-def served(parts):
+def served(parts, monkeypatch):
     """A layer that goes through the real operator, and what its core was given."""
     given = {}
+    monkeypatch.setattr(
+        torch, "empty_like", lambda *a, **k: torch.zeros_like(*a, **k).fill_(torch.nan)
+    )
     made = layer(parts, share_weight(parts))
     made.prefix, made.head_v_dim = "layer", V
     made._project = lambda x: TreeGatedDeltaNetAttention._project(made, x)
     made.run_core = lambda *tensors: TreeGatedDeltaNetAttention.run_core(made, *tensors)
     made._output_projection = lambda out, z: (out, z)
 
-    def core(mixed_qkv, b, a, out, step=None):
+    def core(mixed_qkv, b, a, out, step=None, rows_per_request=0):
         given.update(mixed_qkv=mixed_qkv, b=b, a=a, step=step, nothing_yet=not out.any())
+        given["rows_per_request"] = rows_per_request
         out.fill_(7)
 
     made._forward_core = made._verify_trees = core
@@ -154,6 +160,7 @@ def test_a_step_of_equal_trees_reads_the_product_where_it_is(served):
     step = SimpleNamespace(num_reqs=2, rows_per_request=3)
     given = served(step)
     assert given["step"] is step
+    assert given["rows_per_request"] == 3
     product = {given[name].untyped_storage().data_ptr() for name in ("mixed_qkv", "b", "a")}
     assert len(product) == 1
     assert given["out"].untyped_storage().data_ptr() not in product
@@ -161,7 +168,26 @@ def test_a_step_of_equal_trees_reads_the_product_where_it_is(served):
 
 @pytest.mark.parametrize(("num_reqs", "rows"), [(2, 0), (1, 3), (3, 3)])
 def test_a_step_of_other_rows_is_served_as_any_batch(served, num_reqs, rows):
-    assert served(SimpleNamespace(num_reqs=num_reqs, rows_per_request=rows))["step"] is None
+    given = served(SimpleNamespace(num_reqs=num_reqs, rows_per_request=rows))
+    assert given["step"] is None
+    assert given["nothing_yet"]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["vllm::a", VLLMS], ["vllm::a", VLLMS, "ddtree::gated_delta_net"]),
+        ([VLLMS, "ddtree::gated_delta_net"], [VLLMS, "ddtree::gated_delta_net"]),
+        (["vllm::a"], ["vllm::a"]),
+        ([], []),
+        (None, None),
+    ],
+)
+def test_graphs_break_at_the_operator_where_they_would_at_vllms(given, wanted):
+    config = SimpleNamespace(splitting_ops=given)
+    split_graphs_at_operator(config)
+    assert config.splitting_ops == wanted
+    assert VLLMS in CompilationConfig._attention_ops
 
 
 def test_a_weight_by_taps_keeps_its_shape_and_takes_what_is_loaded(device):

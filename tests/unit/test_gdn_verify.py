@@ -200,6 +200,9 @@ def test_rows_per_request_that_are_not_the_steps_are_refused(rng, device):
     for wrong in (5, 12):
         with pytest.raises(ValueError, match="2 requests of"):
             verify_equal_requests(step, wrong)
+    step.rows.max_num_rows = 5
+    with pytest.raises(ValueError, match="2 requests of 6 rows, up to 5"):
+        verify_equal_requests(step, 6)
 
 
 def test_padding_nodes_change_nothing(rng, device):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from ddtree_preflight import gpus as preflight_gpus
+from ddtree_vllm import gpu
 from ddtree_vllm.attention import tiles
 from ddtree_vllm.attention.tiles import Tiles, choose_suffix_tiles, choose_tiles
 from ddtree_vllm.engine import requirements
 from ddtree_vllm.gdn import conv, launch
 from ddtree_vllm.gdn.launch import CommitTiles, ValueSplit, row_tiles, value_split
-from ddtree_vllm.gpu import choose_blas
 
 SMALL = 99 * 1024  # 8.6, 8.9, 12.0
 LARGE = [163 * 1024, 227 * 1024]  # 8.0; 9.0
@@ -72,23 +72,32 @@ def test_tiles_for_99_kb_are_smaller_where_the_measured_ones_do_not_fit(on_gpu_w
 @pytest.mark.parametrize(
     ("capability", "rows", "chosen"),
     [
-        ((9, 0), 1, ["cublaslt"]),
-        ((9, 0), 128, ["cublaslt"]),
-        ((9, 0), 129, ["default"]),
-        ((9, 0), 4096, ["default"]),
-        ((8, 9), 64, []),
-        ((12, 0), 64, []),
-        (None, 64, []),
+        ((9, 0), [1], ["cublaslt"]),
+        ((9, 0), [128, 129, 64], ["cublaslt", "as it was", "cublaslt"]),
+        ((9, 0), [64, None], ["cublaslt", "as it was"]),
+        ((9, 0), [4096], ["as it was"]),
+        ((8, 9), [64, 4096], []),
+        ((12, 0), [64], []),
+        (None, [64], []),
     ],
 )
 def test_products_of_few_rows_are_cublaslts_where_that_was_measured(
     monkeypatch, capability, rows, chosen
 ):
     got = []
+
+    def preferred(library=None):
+        if library is not None:
+            got.append(library)
+        return got[-1] if got else "as it was"
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", got.append)
-    choose_blas(rows)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
+    gpu._blas_before_any_choice.cache_clear()
+    for number in rows:
+        gpu.choose_blas(number)
+    gpu._blas_before_any_choice.cache_clear()
     assert got == chosen
 
 
