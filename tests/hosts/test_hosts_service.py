@@ -450,7 +450,7 @@ def test_a_taken_port_is_refused_before_anything_changes(service):
 
 
 def test_container_mode_pins_each_instance_by_uuid_and_drops_privileges(service):
-    """Rendered only: the hosts of the lab have neither an image nor a GPU."""
+    """Rendered only, with a stand-in for Docker: the hosts of the lab have neither it nor a GPU."""
     uuids = [f"GPU-{letter}" for letter in "abcd"]
     variables = {
         "gpu_topology_cpu_only": False,
@@ -464,10 +464,17 @@ def test_container_mode_pins_each_instance_by_uuid_and_drops_privileges(service)
         "vllm_service_free_mib": 70000,
         "vllm_service_memory_max": "64G",
         "vllm_service_api_key": "s3cret",
+        "vllm_service_docker": "/usr/local/bin/docker-stand-in",
     }
+    service.run(
+        "printf '#!/bin/sh\\n' >/usr/local/bin/docker-stand-in; "
+        "chmod 755 /usr/local/bin/docker-stand-in"
+    )
     files = "/etc/systemd/system/ddtree-vllm@.service"
     try:
-        done = service.play("site.yml", "--tags", "plan,configure", **variables)
+        # Without container_runtime, which has a Docker to configure only where it has installed one.
+        some = ("--tags", "plan,configure", "--skip-tags", "container_runtime")
+        done = service.play("site.yml", *some, **variables)
         assert done.returncode == 0, done.stdout
         unit = service.run(f"cat {files}")
         for words in (
@@ -502,9 +509,7 @@ def test_container_mode_pins_each_instance_by_uuid_and_drops_privileges(service)
             assert waits[waits.index("--gpus") + 1] == ",".join(group["uuids"])
             serve = shlex.split(environment["DDTREE_SERVE"])
             assert serve[serve.index("--tensor-parallel-size") + 1] == "2"
-        native = service.play(
-            "site.yml", "--tags", "plan,configure", **{**variables, "vllm_service_mode": "native"}
-        )
+        native = service.play("site.yml", *some, **{**variables, "vllm_service_mode": "native"})
         assert native.returncode == 0, native.stdout
         first = plan["groups"][0]
         visible = ",".join(map(str, first["gpus"]))
@@ -515,6 +520,7 @@ def test_container_mode_pins_each_instance_by_uuid_and_drops_privileges(service)
         assert "DeviceAllow=char-nvidia* rw" in unit
         assert service.run(f"systemd-analyze verify {files} 2>&1") == ""
     finally:
+        service.run("rm /usr/local/bin/docker-stand-in")
         service.apply()
     # The second instance is no longer planned.
     assert service.run("ls /etc/ddtree") == "health-0.env\ntopology.json\nvllm-0.env"
