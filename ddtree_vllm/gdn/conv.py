@@ -62,7 +62,7 @@ def tree_causal_conv(
     if rows.num_reqs == 0 or rows.max_num_rows == 0:
         return
     num_channels, width = _check(x, weight, conv_state, out)
-    block_rows, block_channels, num_warps = _tiles(rows.max_num_rows, num_channels)
+    block_rows, block_channels, num_warps = _tree_tiles(rows.max_num_rows, num_channels)
     raw = stash.conv[layer]
     grid = (
         triton.cdiv(num_channels, block_channels),
@@ -129,7 +129,7 @@ def causal_conv(
     if num_reqs == 0 or max_query_len == 0:
         return
     num_channels, width = _check(x, weight, conv_state, out)
-    block_rows, block_channels, num_warps = _tiles(max_query_len, num_channels)
+    block_rows, block_channels = _sequence_tiles(max_query_len, num_channels)
     grid = (
         triton.cdiv(num_channels, block_channels),
         triton.cdiv(max_query_len, block_rows),
@@ -158,7 +158,7 @@ def causal_conv(
         SAME_TYPE=x.dtype == conv_state.dtype,
         BLOCK_ROWS=block_rows,
         BLOCK_CHANNELS=block_channels,
-        num_warps=num_warps,
+        num_warps=4,
     )
 
 
@@ -179,17 +179,27 @@ def _check(
     return num_channels, width
 
 
-def _tiles(max_rows: int, num_channels: int) -> tuple[int, int, int]:
-    """Rows and channels of a program, and its warps."""
+def _tree_tiles(max_rows: int, num_channels: int) -> tuple[int, int, int]:
+    """Rows and channels of a program that convolves a tree, and its warps."""
+    if interpreting():
+        return *_sequence_tiles(max_rows, num_channels), 4
+    # Fastest of a sweep on an H200 (docs/benchmarks): a thread has eight channels of two rows, and
+    # so many programs hide that each reads what it needs one after the other.
+    return 2, min(512, triton.next_power_of_2(num_channels)), 2
+
+
+def _sequence_tiles(max_rows: int, num_channels: int) -> tuple[int, int]:
+    """Rows and channels of a program that convolves a sequence.
+
+    All rows, or at least `MAX_WIDTH` - 1: the first program alone may look into the window, which it
+    moves.
+    """
     if interpreting():
         return (
             min(128, triton.next_power_of_2(max_rows)),
             min(4096, triton.next_power_of_2(num_channels)),
-            4,
         )
-    # Fastest of a sweep on an H200 (docs/benchmarks): a thread has eight channels of two rows, and
-    # so many programs hide that each reads what it needs one after the other.
-    return 2, min(512, triton.next_power_of_2(num_channels)), 2
+    return 16, min(128, triton.next_power_of_2(num_channels))
 
 
 @triton.jit

@@ -162,6 +162,12 @@ def test_sequences_convolve_and_move_their_windows(rng, device, lengths):
         assert torch.equal(state[slot], before[slot])
 
 
+@pytest.mark.usefixtures("gpu_tiles")
+def test_tiles_of_a_gpu_move_a_window_after_every_look_into_it(rng, device):
+    """A program that moves it is not the only one: its tile has to hold all rows that look."""
+    test_sequences_convolve_and_move_their_windows(rng, device, [3, 40, 0, 1, 17])
+
+
 def test_sequences_in_the_null_slot_are_skipped(rng, device):
     step = Step(rng, [chain(2)], device=device)
     x, state = step.normal(4, 64), step.normal(2, WIDTH - 1, 64)

@@ -52,7 +52,8 @@ def test_tiles_that_were_measured_stay(on_gpu_with, shared_memory):
     assert value_split(16, 48, 128, 128, row_tiles(32)) == ValueSplit(64, 32)
     assert launch.longest_chunk() == 32
     assert launch.commit_tiles(128, 3, 10240) == CommitTiles(16, 1024)
-    assert conv._tiles(64, 10240) == (2, 512, 2)
+    assert conv._tree_tiles(64, 10240) == (2, 512, 2)
+    assert conv._sequence_tiles(64, 10240) == (16, 128)
 
 
 def test_tiles_for_99_kb_are_smaller_where_the_measured_ones_do_not_fit(on_gpu_with):
