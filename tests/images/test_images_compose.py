@@ -160,13 +160,16 @@ def test_compose_serves_the_demo_pair_and_stops_it_drained(composing):
 
 @pytest.mark.hosts
 @pytest.mark.timeout(2400)
-def test_a_model_folder_that_is_not_named_ends_compose_with_what_is_missing(composing):
+@pytest.mark.parametrize(("named", "missing"), [("TARGET", "DRAFTER"), ("DRAFTER", "TARGET")])
+def test_a_model_folder_that_is_not_named_ends_compose_with_what_is_missing(
+    composing, named, missing
+):
     """The image is not there either: a tag of the other one stands in for it."""
     composing.run(1, "docker tag ddtree-vllm:cpu ddtree-vllm:gpu")
     try:
-        done = compose(composing, "gpu", "up --detach", timeout=300)
+        done = compose(composing, "gpu", "up --detach", timeout=300, **{named: "/root"})
         assert done.returncode != 0
-        assert "TARGET-is-not-set" in done.stdout + done.stderr
+        assert f"bind source path does not exist: /{missing}-is-not-set" in done.stderr
     finally:
-        compose(composing, "gpu", "down --volumes", timeout=200)
+        compose(composing, "gpu", "down --volumes", timeout=200, **{named: "/root"})
         composing.run(1, "docker image rm ddtree-vllm:gpu")
