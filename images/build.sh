@@ -62,10 +62,20 @@ arguments=(
 say "building $tag ($version, $revision) with $engine"
 case "$engine" in
   docker)
-    if docker buildx version >/dev/null 2>&1; then
-      docker buildx build --output type=docker,rewrite-timestamp=true "${arguments[@]}" .
-    else
+    if ! docker buildx version >/dev/null 2>&1; then
+      [ -z "${WHEELS:-}" ] || die "WHEELS needs docker's buildx: install docker-buildx-plugin, or leave WHEELS out"
       DOCKER_BUILDKIT=1 docker build "${arguments[@]}" .
+    elif docker info --format '{{json .DriverStatus}}' | grep -q io.containerd.snapshotter; then
+      # Through a file: BuildKit gives files a time on their way out, and refuses to where it unpacks them itself.
+      # An attestation would hold the time of the build.
+      mkdir -p build/images
+      file=$(mktemp build/images/docker.XXXXXX.tar)
+      trap 'rm -f "$file"' EXIT
+      docker buildx build --provenance=false --output "type=docker,dest=$file,rewrite-timestamp=true" "${arguments[@]}" .
+      docker load --quiet --input "$file"
+      rm "$file"
+    else
+      docker buildx build --provenance=false --load "${arguments[@]}" .
     fi
     ;;
   podman | buildah)
@@ -85,7 +95,8 @@ inside() (
     trap 'buildah rm "$container" >/dev/null' EXIT
     buildah run ${ISOLATION:+--isolation "$ISOLATION"} --user 0 "$container" -- "$program" "$@"
   else
-    "$engine" run --rm --interactive --network none --pull never --user 0 --entrypoint "$program" "$image" "$@"
+    "$engine" run --rm --interactive --network none --pull never --no-healthcheck --user 0 \
+      --entrypoint "$program" "$image" "$@"
   fi
 )
 
@@ -103,8 +114,8 @@ sbom=build/images/ddtree-vllm-$version-$target.cdx.json
 inside "$tag" /usr/bin/python3 -IS - "$versioned" "$SOURCE_DATE_EPOCH" "$revision" <images/sbom.py >"$sbom"
 written=$(inside "$tag" /usr/bin/stat --format %Y /opt/ddtree/device </dev/null)
 if [ "$written" != "$SOURCE_DATE_EPOCH" ]; then
-  say "not repeatable: files carry the time of the build. Docker gives them the commit's with buildx 0.13 and its" \
-    "containerd image store; podman and buildah always do"
+  say "not repeatable: files carry the time of the build. Docker gives them the commit's with buildx 0.13 and the" \
+    "containerd image store (\"features\": {\"containerd-snapshotter\": true} in daemon.json); podman and buildah always do"
 fi
 
 base=${BASE:-$(sed -n 's/^ARG BASE=//p' "images/$target/Containerfile")}

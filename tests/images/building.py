@@ -11,6 +11,25 @@ ROOT = Path(__file__).parents[2]
 BASE = "localhost/ddtree-test-base:12"
 BUILD_TIMEOUT_S = 1800
 
+STAND_IN = """
+ARG BASE
+FROM ${BASE}
+ARG VLLM
+RUN apt-get update -q && apt-get install -qy --no-install-recommends python3-pip \\
+ && rm -rf /var/lib/apt/lists/*
+COPY constraints/cpu.txt /tmp/
+# Debian guards its own folder; /usr/local is where vLLM's image has packages too.
+RUN --mount=type=secret,id=ca-certificates \\
+    if [ -s /run/secrets/ca-certificates ]; then export PIP_CERT=/run/secrets/ca-certificates; fi \\
+ && grep -E '^(pydantic|pydantic_core|annotated-types|typing-inspection|typing_extensions|safetensors)==' \\
+      /tmp/cpu.txt >/tmp/some.txt \\
+ && python3 -m pip install -q --no-deps --break-system-packages -r /tmp/some.txt \\
+ && rm /usr/lib/python3*/EXTERNALLY-MANAGED \\
+ && d=$(echo /usr/local/lib/python3*/dist-packages)/vllm-$VLLM.dist-info && mkdir "$d" \\
+ && printf 'Metadata-Version: 2.1\\nName: vllm\\nVersion: %s\\n' "$VLLM" >"$d/METADATA"
+ENTRYPOINT ["vllm", "serve"]
+"""
+
 
 def base_image() -> str:
     """Stands in for debian:12-slim where no registry is reachable: the same packages, from Debian."""
@@ -31,6 +50,22 @@ def base_image() -> str:
     buildah("config", "--cmd", "/bin/bash", container)
     buildah("commit", "--format", "docker", "--rm", container, BASE)
     return BASE
+
+
+def stand_in(vllm: str) -> str:
+    """Stands in for vLLM's own image, of some version: its layout (Python's packages for the whole
+    system, pip) and vLLM's metadata without vLLM. Returns its name."""
+    file = lab_hosts.work_folder() / "stand-in.Containerfile"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(STAND_IN)
+    tag = f"localhost/ddtree-test-vllm:{vllm}"
+    call = ["bud", "--layers", "--isolation", "chroot", "--format", "docker", "--tag", tag]
+    call += ["--build-arg", f"BASE={base_image()}", "--build-arg", f"VLLM={vllm}"]
+    certificates = Path("/etc/ssl/certs/ca-certificates.crt")
+    if certificates.exists():
+        call += ["--secret", f"id=ca-certificates,src={certificates}"]
+    buildah(*call, "--file", str(file), str(ROOT))
+    return tag
 
 
 def buildah(*words: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image, built once or taken from DDTREE_IMAGE_ARCHIVE, and two hosts with Docker."""
+"""The image, built once or taken from DDTREE_IMAGE_ARCHIVE, and three hosts with Docker."""
 
 import fcntl
 import json
@@ -17,7 +17,7 @@ from building import ROOT, base_image, buildah, make_image
 
 from ddtree_vllm import __version__
 
-TOOLS = ("buildah", "mmdebstrap")
+TOOLS = ("buildah", "mmdebstrap", "podman", "runc")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -73,7 +73,7 @@ def archive() -> Path:
 
 
 class ImageLab(lab_hosts.Lab):
-    """node1 serves, node2 asks."""
+    """node1 serves, node2 asks, node3 builds."""
 
     def put(self, number: int, *files: Path) -> None:
         """Copies files into /root of a host."""
@@ -88,7 +88,7 @@ class ImageLab(lab_hosts.Lab):
 @pytest.fixture(scope="session")
 def lab():
     hosts = ImageLab(
-        2,
+        3,
         lab_hosts.work_folder() / "docker",
         lend_venv=False,
         packages=("docker.io", "iptables"),

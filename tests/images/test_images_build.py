@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is built: labels, SBOM, users and size; the GPU image on a stand-in of vLLM's own image.
 
-The stand-in has the layout of vLLM's image (Python's packages for the whole system, pip) and vLLM's metadata
-without vLLM: every command of the GPU image that can run without a GPU runs on it.
+The stand-in (building.stand_in) has the layout of vLLM's image: every command of the GPU image that can
+run without a GPU runs on it.
 """
 
 import json
@@ -12,33 +12,13 @@ import struct
 import subprocess
 import tarfile
 from datetime import datetime
-from pathlib import Path
 
 import pytest
-from building import ROOT, base_image, buildah, make_image
+from building import ROOT, base_image, buildah, make_image, stand_in
 
 from ddtree_vllm import SUPPORTED_VLLM, __version__
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(3600)]
-
-STAND_IN = """
-ARG BASE
-FROM ${BASE}
-ARG VLLM
-RUN apt-get update -q && apt-get install -qy --no-install-recommends python3-pip \\
- && rm -rf /var/lib/apt/lists/*
-COPY constraints/cpu.txt /tmp/
-# Debian guards its own folder; /usr/local is where vLLM's image has packages too.
-RUN --mount=type=secret,id=ca-certificates \\
-    if [ -s /run/secrets/ca-certificates ]; then export PIP_CERT=/run/secrets/ca-certificates; fi \\
- && grep -E '^(pydantic|pydantic_core|annotated-types|typing-inspection|typing_extensions|safetensors)==' \\
-      /tmp/cpu.txt >/tmp/some.txt \\
- && python3 -m pip install -q --no-deps --break-system-packages -r /tmp/some.txt \\
- && rm /usr/lib/python3*/EXTERNALLY-MANAGED \\
- && d=$(echo /usr/local/lib/python3*/dist-packages)/vllm-$VLLM.dist-info && mkdir "$d" \\
- && printf 'Metadata-Version: 2.1\\nName: vllm\\nVersion: %s\\n' "$VLLM" >"$d/METADATA"
-ENTRYPOINT ["vllm", "serve"]
-"""
 
 
 class Image:
@@ -85,26 +65,7 @@ class Image:
 
 
 @pytest.fixture(scope="module")
-def stand_in(tmp_path_factory):
-    """Builds the stand-in with some version of vLLM's metadata."""
-
-    def build(vllm):
-        file = tmp_path_factory.mktemp("stand-in") / "Containerfile"
-        file.write_text(STAND_IN)
-        tag = f"localhost/ddtree-test-vllm:{vllm}"
-        call = ["bud", "--layers", "--isolation", "chroot", "--format", "docker", "--tag", tag]
-        call += ["--build-arg", f"BASE={base_image()}", "--build-arg", f"VLLM={vllm}"]
-        certificates = Path("/etc/ssl/certs/ca-certificates.crt")
-        if certificates.exists():
-            call += ["--secret", f"id=ca-certificates,src={certificates}"]
-        buildah(*call, "--file", str(file), str(ROOT))
-        return tag
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def gpu(stand_in):
+def gpu():
     base = stand_in(SUPPORTED_VLLM)
     said = make_image("gpu", BASE=base, BUILDER=base_image())
     image = Image("ddtree-vllm:gpu")
@@ -257,7 +218,7 @@ def test_commands_of_the_gpu_image_without_a_gpu(gpu, words, code, said, user):
     assert "Traceback" not in done.stderr
 
 
-def test_a_base_with_another_vllm_is_no_base(stand_in):
+def test_a_base_with_another_vllm_is_no_base():
     with pytest.raises(AssertionError, match=r"works with vLLM 0\.32\.0 and with no other version"):
         make_image("gpu", BASE=stand_in("0.31.0"), BUILDER=base_image(), TAG="ddtree-vllm:wrong")
 

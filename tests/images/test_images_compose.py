@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-import compose_program
+import newer_docker
 import pytest
 import yaml
 from test_images_readme import CURL, wait_for_chat
@@ -109,7 +109,7 @@ def test_docker_waits_longer_than_requests_in_flight_have():
 @pytest.fixture(scope="module")
 def composing(loaded):
     """The lab, with Docker Compose 2 and the file on node1."""
-    compose_program.install(loaded, 1)
+    newer_docker.install_plugin(loaded, 1, newer_docker.COMPOSE)
     loaded.put(1, FILE)
     return loaded
 
