@@ -13,6 +13,7 @@
 #   ARCHIVE   file that the image is saved to, for a host that reaches no registry; its SBOM lies beside it
 #   NO_CACHE  1: every layer is built anew
 #   ENGINE    docker, podman or buildah
+#   ISOLATION of buildah's and podman's RUN steps, such as chroot
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # What the build makes is for every user, whoever builds.
@@ -37,6 +38,10 @@ if [ -z "$engine" ]; then
   done
 fi
 [ -n "$engine" ] || die "needs docker with its daemon, podman or buildah"
+# Of podman-docker, which would leave out the health check.
+if [ "$engine" = docker ] && docker --version | grep -qi podman; then
+  engine=podman
+fi
 version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' ddtree_vllm/__init__.py)
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 [ -z "$(git status --porcelain 2>/dev/null)" ] || revision=$revision-dirty
@@ -64,6 +69,10 @@ case "$engine" in
   docker)
     if ! docker buildx version >/dev/null 2>&1; then
       [ -z "${WHEELS:-}" ] || die "WHEELS needs docker's buildx: install docker-buildx-plugin, or leave WHEELS out"
+      # Since 23, docker builds by that plugin alone.
+      client=$(docker version --format '{{.Client.Version}}')
+      ((${client%%.*} < 23)) ||
+        die "docker $client needs its buildx to build: install docker-buildx-plugin, or choose ENGINE=podman or buildah"
       DOCKER_BUILDKIT=1 docker build "${arguments[@]}" .
     elif docker info --format '{{json .DriverStatus}}' | grep -q io.containerd.snapshotter; then
       # Through a file: BuildKit gives files a time on their way out, and refuses to where it unpacks them itself.
@@ -79,8 +88,13 @@ case "$engine" in
     fi
     ;;
   podman | buildah)
+    # Newer ones refuse --timestamp beside SOURCE_DATE_EPOCH, and have options of their own for it.
+    times=(--timestamp "$SOURCE_DATE_EPOCH")
+    if "$engine" build --help 2>&1 | grep -q -e --rewrite-timestamp; then
+      times=(--source-date-epoch "$SOURCE_DATE_EPOCH" --rewrite-timestamp)
+    fi
     # HEALTHCHECK is of Docker's format. Layers are kept for the next build.
-    "$engine" build --format docker --layers --timestamp "$SOURCE_DATE_EPOCH" \
+    "$engine" build --format docker --layers "${times[@]}" \
       ${ISOLATION:+--isolation "$ISOLATION"} "${arguments[@]}" .
     ;;
   *) die "ENGINE is docker, podman or buildah, not $engine" ;;
@@ -120,16 +134,29 @@ fi
 
 base=${BASE:-$(sed -n 's/^ARG BASE=//p' "images/$target/Containerfile")}
 bytes=$(bytes_of "$tag")
-below=$(bytes_of "$base")
-if [ -n "$below" ]; then
-  added=$((bytes - below))
+added=
+if [ "$engine" = docker ] && [ "$target" = gpu ]; then
+  # Docker keeps no name for the base that it has built on. Ours are the newest layers, one for each instruction.
+  ours=$(awk '/^FROM /{n = 0; next} /^[A-Z]+ /{n++} END{print n}' "images/$target/Containerfile")
+  added=$(docker history --human=false --format '{{.Size}}' "$tag" | awk -v n="$ours" 'NR <= n{sum += $1} END{print sum + 0}')
+else
+  below=$(bytes_of "$base")
+  [ -z "$below" ] || added=$((bytes - below))
+fi
+if [ -n "$added" ]; then
   over="$((added / 100000 / 10)).$((added / 100000 % 10)) MB over $base"
 else
   over="the size of $base is not known: pull it to compare"
 fi
 say "$tag: $((bytes / 1000000)) MB, $over; SBOM: $sbom"
 # vLLM's image is on the hosts already: what an upgrade of ours moves stays small.
-if [ "$target" = gpu ] && [ -n "$below" ] && [ "$added" -gt 100000000 ]; then
+if [ "$target" = gpu ] && [ -n "$added" ] && [ "$added" -gt 100000000 ]; then
+  # Nothing that is deployed by these names may be it.
+  if [ "$engine" = buildah ]; then
+    buildah rmi "$tag" "$versioned" >/dev/null
+  else
+    "$engine" image rm "$tag" "$versioned" >/dev/null
+  fi
   die "the GPU image may add 100 MB to its base, and adds $((added / 1000000))"
 fi
 

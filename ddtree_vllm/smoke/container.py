@@ -16,15 +16,39 @@ from ddtree_vllm.smoke.server import ServerError
 # Where the container sees the two checkpoints.
 TARGET = "/models/target"
 DRAFTER = "/models/drafter"
+INFO_TIMEOUT_S = 30.0
 
 
 def engine(wanted: str) -> str:
-    """docker or podman, whichever was asked for or is there."""
-    for name in [wanted] if wanted else ["docker", "podman"]:
+    """docker or podman: whichever was asked for, or the one that images/build.sh chooses, too."""
+    if wanted:
+        found = shutil.which(wanted)
+        if found is None:
+            raise ServerError(f"no {wanted} on this machine, and an image needs it: install it")
+        return found
+    for name in ("docker", "podman"):
         found = shutil.which(name)
-        if found is not None:
+        # A program of that name is not enough: docker needs its daemon.
+        if found is not None and _works(found):
             return found
-    raise ServerError(f"no {wanted or 'docker or podman'} on this machine, and an image needs one")
+    raise ServerError(
+        "no docker or podman on this machine answers `info`, and an image needs one: start docker's "
+        "daemon, or install podman"
+    )
+
+
+def _works(program: str) -> bool:
+    try:
+        look = subprocess.run(
+            [program, "info"],
+            check=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=INFO_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return look.returncode == 0
 
 
 def image_vllm(docker: str, image: str) -> InstalledVllm:

@@ -137,6 +137,7 @@ def test_each_host_serves_by_its_own_links(fleet):
 def test_every_instance_answers_from_outside_and_is_healthy(fleet):
     """On node1 that is the real engine with the demo pair."""
     assert changed(fleet.play("playbooks/smoke.yml")) == 0
+    assert changed(fleet.play("playbooks/smoke.yml", "--check", what="smoke in check mode")) == 0
     assert changed(fleet.play("playbooks/status.yml")) == 0
 
 
@@ -162,6 +163,22 @@ def test_a_vanished_gpu_is_told_and_restarts_nothing(fleet):
     finally:
         run("rm /run/fake-nvidia/lost")
     run(f"systemctl start {check}")  # fails unless it is healthy
+
+
+def test_memory_that_a_killed_server_has_left_is_refused_before_anything_changes(fleet):
+    """By what vLLM takes of a planned GPU: the inventory says nothing of it."""
+    note = "/run/fake-nvidia/used-5"
+    fleet.lab.run(PAIRS, f"echo 30000 >{note}")
+    try:
+        done = fleet.play("site.yml", "--limit", "node3", "--tags", "preflight", what="refusal")
+    finally:
+        fleet.lab.run(PAIRS, f"rm {note}")
+    assert done.returncode != 0
+    total = fake_nvidia.PCIE_PAIRS.memory_mib
+    needed = int(total * 0.92 - 1024)
+    assert f"GPU 5 has {total - 30001} MiB free of {needed} needed" in done.stdout + done.stderr
+    assert "GPU 4 has" not in done.stdout + done.stderr
+    assert "changed=0" in done.stdout
 
 
 def test_a_reboot_brings_everything_back(fleet):

@@ -7,7 +7,12 @@ import time
 import pytest
 from lab_hosts import changed
 
-pytestmark = [pytest.mark.hosts, pytest.mark.engine, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),  # four starts of the engine
+]
 
 NODE, UNIT, URL = 1, "ddtree-vllm@0.service", "http://10.78.0.11:8000"
 READY_S = 300  # 25 s on two idle cores; shared ones take longer
@@ -26,8 +31,12 @@ def inventory(lab):
     made = lab.inventory("cpu-demo", {"ddtree": [NODE]})
     # Another test module may have left its stand-in.
     lab.play("playbooks/uninstall.yml", inventory=made, vllm_service_install=False)
-    assert changed(lab.play("site.yml", inventory=made, **LIMITS)) > 0
-    return made
+    try:
+        assert changed(lab.play("site.yml", inventory=made, **LIMITS)) > 0
+        yield made
+    finally:
+        # The next module finds the host as it was.
+        lab.play("playbooks/uninstall.yml", inventory=made, vllm_service_install=False)
 
 
 def show(lab, name, unit=UNIT):

@@ -160,12 +160,12 @@ def test_a_changed_configuration_restarts_docker_and_says_whom_that_stops(lab, r
     smaller = {"container_runtime_log_max_size": "8m"}
     there = lab.run(NODE, "cat /etc/docker/daemon.json")
     for _ in range(2):  # a refusal leaves nothing behind that would look done
-        refused = runtime(container_runtime_restart=False, **smaller)
+        refused = runtime(**smaller)
         assert refused.returncode != 0
         assert "which stops somebodys-database" in refused.stdout
         assert lab.run(NODE, "cat /etc/docker/daemon.json") == there
         assert lab.run(NODE, "systemctl show -p InvocationID --value docker") == before
-    done = runtime(**smaller)
+    done = runtime(container_runtime_restart=True, **smaller)
     assert changed(done) > 0
     assert "Docker is restarted, and with it somebodys-database" in done.stdout
     assert lab.run(NODE, "systemctl show -p InvocationID --value docker") != before
@@ -173,7 +173,7 @@ def test_a_changed_configuration_restarts_docker_and_says_whom_that_stops(lab, r
     # A run that was cut off after it wrote: the next one restarts Docker.
     before = lab.run(NODE, "systemctl show -p InvocationID --value docker")
     lab.run(NODE, "touch /run/ddtree-docker-restart")
-    assert changed(runtime(**smaller)) == 1
+    assert changed(runtime(container_runtime_restart=True, **smaller)) == 1
     assert lab.run(NODE, "systemctl show -p InvocationID --value docker") != before
     assert changed(runtime(**smaller)) == 0
 

@@ -649,14 +649,14 @@ def test_a_reboot_brings_everything_back(service):
 
 
 def test_uninstall_keeps_what_was_there_before(service):
-    """A user of the same name, and a venv where the role would have made one."""
-    venv = "/opt/operator/venv"
+    """A user of the same name, a venv where the role would have made one, a folder it copies into."""
+    venv, target = "/opt/operator/venv", "/srv/ddtree/models/target"
     try:
         assert changed(service.play("playbooks/uninstall.yml")) > 0
         service.run(
             "groupadd --system --gid 10001 ddtree; "
             "useradd --system --uid 10001 --gid 10001 --comment theirs ddtree; "
-            f"mkdir -p {venv}; touch {venv}/x"
+            f"mkdir -p {venv} {target}; touch {venv}/x {target}/theirs"
         )
         assert changed(service.play()) > 0
         container = {
@@ -669,8 +669,10 @@ def test_uninstall_keeps_what_was_there_before(service):
         assert changed(service.play("playbooks/uninstall.yml", **container)) > 0
         assert service.run("getent passwd ddtree").split(":")[4] == "theirs"
         assert service.run(f"ls {venv}") == "x"
+        assert "theirs" in service.run(f"ls {target}")
+        assert service.run("ls /srv/ddtree/models") == "target"
     finally:
-        service.run("rm -rf /opt/operator; userdel ddtree || true")
+        service.run("rm -rf /opt/operator /srv/ddtree; userdel ddtree || true")
         changed(service.play())
 
 

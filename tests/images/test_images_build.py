@@ -159,7 +159,7 @@ def test_a_gpu_image_that_adds_more_than_100_mb_is_refused(gpu, tmp_path):
     }
     with pytest.raises(AssertionError, match=r"may add 100 MB to its base, and adds 10[0-3]"):
         make_image("gpu", root=checkout, **variables)
-    buildah("rmi", "ddtree-vllm:big")
+    assert "ddtree-vllm:big" not in buildah("images", "--format", "{{.Name}}:{{.Tag}}")
     buildah("tag", "ddtree-vllm:gpu", f"ddtree-vllm:{__version__}-gpu")
 
 

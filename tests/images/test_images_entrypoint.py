@@ -2,9 +2,13 @@
 """The image's entry point without an image: settings, checks before the start, and what PID 1 does."""
 
 import http.server
+import json
 import os
+import re
+import resource
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -15,9 +19,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "images/lib"))
+sys.path[:0] = [str(ROOT / "images/lib"), str(ROOT / "tests/health")]
 
 from ddtree_container import ContainerError, checks, main, settings  # noqa: E402
+from stub_engine import stub_engine  # noqa: E402
 
 DEMO = ROOT / "demo"
 
@@ -91,6 +96,8 @@ def test_a_static_tree_sets_its_own_budget():
         (["--config", "/c.yml"], {}, "--config: this image fills in options"),
         ([], {"DDTREE_ARGS": "--config=/c.yml"}, "--config: this image fills in options"),
         (["--uds", "/run/s"], {}, "--uds: this image is asked over TCP"),
+        (["--model", "/m"], {}, "--model: the model comes first; name it behind serve"),
+        ([], {"DDTREE_ARGS": "--model=/m"}, "--model: the model comes first; name it behind serve"),
         (["--ssl_cert_reqs=2"], {}, "--ssl-cert-reqs 2 asks clients for a certificate"),
         ([], {"DDTREE_PORT": "tcp://10.0.0.1:80"}, "pod, or rename the Service"),
         ([], {"DDTREE_PORT_8000_TCP_ADDR": "10.0.0.1"}, "set enableServiceLinks: false"),
@@ -100,6 +107,42 @@ def test_a_static_tree_sets_its_own_budget():
 def test_what_cannot_be_served_is_a_sentence(arguments, environment, sentence):
     with pytest.raises(ContainerError, match=sentence.replace("?", r"\?")):
         words(arguments, environment)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["--tensor-parallel", "2"],
+            "--tensor-parallel can stand for --tensor-parallel-size: write",
+        ),
+        (["--tensor_par=2"], "--tensor-par can stand for --tensor-parallel-size: write"),
+        (["-t", "2"], "-t can stand for -tp: write"),
+        (["--por", "9000"], "--por can stand for --port: write"),
+        (["--ud", "/s"], "--ud can stand for --uds: write"),
+        (["--conf=/c.yml"], "--conf can stand for --config: write"),
+        (["--mod", "/m"], "--mod can stand for --model: write"),
+        (["--ssl-cert=/c"], "--ssl-cert can stand for --ssl-certfile or --ssl-cert-reqs: write"),
+        (["--hel"], "--hel can stand for --help: write"),
+    ],
+)
+def test_the_beginning_of_an_option_that_the_image_reads_is_refused(arguments, sentence):
+    for given, environment in ((arguments, {}), ([], {"DDTREE_ARGS": " ".join(arguments)})):
+        with pytest.raises(ContainerError, match=f"^{sentence} the option out in full$"):
+            words(given, environment)
+
+
+def test_no_whole_option_of_vllm_or_of_ours_counts_as_the_beginning_of_another():
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from ddtree_vllm.cli import _serve_parser
+
+    parsers = (make_arg_parser(FlexibleArgumentParser()), _serve_parser())
+    whole = {name for parser in parsers for name in parser._option_string_actions}
+    assert {"--api-key", "--config-format", "--model-impl", "--ssl-ca-certs", "-dp"} < whole
+    assert set(settings.READ) <= whole
+    settings._refuse_abbreviations(sorted(whole))
 
 
 def test_an_image_without_a_demo_pair_asks_for_a_model(tmp_path):
@@ -131,6 +174,18 @@ def test_the_first_word_says_what_is_run(call, kind, rest):
 def test_a_word_that_is_no_command_is_refused(capsys):
     assert main.main(["Qwen/Qwen3.6-27B"]) == 2
     assert "'Qwen/Qwen3.6-27B' is no command of this image" in capsys.readouterr().err
+
+
+def test_a_command_of_the_image_ends_where_nobody_reads_its_output():
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'images/lib')!r})\n"
+        "from ddtree_container.main import main\n"
+        "main(['bash', '-c', 'yes | head -n 1; echo ${PIPESTATUS[0]}'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=30
+    )
+    assert (done.stdout, done.stderr) == ("y\n141\n", "")
 
 
 def test_help_names_every_variable(capsys):
@@ -212,6 +267,133 @@ def test_a_container_that_runs_something_else_has_no_health(capsys):
     assert "does not serve: its first process is" in capsys.readouterr().err
 
 
+@pytest.fixture
+def engine():
+    with stub_engine() as stub:
+        yield stub
+
+
+@pytest.fixture
+def health(engine, tmp_path, monkeypatch, capsys):
+    """Asks as Docker does, with little patience; returns the exit code and what was said of each check."""
+
+    def check(arguments=("--no-speculation",), later_s=0, **variables):
+        state = tmp_path / "ddtree-healthcheck.json"
+        if later_s:
+            kept = json.loads(state.read_text())
+            moments = [(kept, "asked"), (kept["clock"], "since")]
+            for part, name in [(p, n) for p, n in moments if p[n] is not None]:
+                part[name] -= later_s
+            state.write_text(json.dumps(kept))
+        port = engine.url.rpartition(":")[2]
+        served = settings.serve(["/m", *arguments, "--port", port], {}, DEMO)
+        monkeypatch.setattr(main, "_served", lambda environment: served)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        code = main.main(["healthcheck"])
+        lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+        return code, {name: (status, because) for name, status, because in lines}
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.delenv("DDTREE_API_KEY_FILE", raising=False)
+    monkeypatch.setattr(main, "GENERATE_S", 0.3)
+    monkeypatch.setattr(main, "LOOK_S", 2)
+    monkeypatch.syspath_prepend(str(ROOT))
+    return check
+
+
+def test_an_idle_engine_is_asked_for_a_completion_once_a_minute(engine, health):
+    code, said = health()
+    assert (code, engine.asked, said["generates"][0]) == (0, 1, "pass")
+    code, said = health(later_s=30)
+    assert (code, engine.asked, said["generates"][0]) == (0, 1, "pass")
+    code, said = health(later_s=30)
+    assert (code, engine.asked, said["live"][0]) == (0, 2, "pass")
+
+
+def test_an_engine_that_hangs_while_idle_becomes_unhealthy_after_a_minute_without_an_answer(
+    engine, health
+):
+    assert health()[0] == 0
+    engine.hung = True
+    code, said = health(later_s=61)
+    assert (code, said["live"][0], said["generates"][0]) == (0, "unknown", "fail")
+    code, said = health(later_s=61)
+    assert (code, said["live"][0], said["ready"][0]) == (1, "fail", "pass")
+    assert "hung: a completion is not answered and no counter moves" in said["live"][1]
+    engine.hung = False
+    assert health()[0] == 0
+
+
+def test_a_busy_server_that_is_late_with_the_completion_stays_healthy(engine, health):
+    engine.busy = True
+    engine.counters["running"] = 4
+    for _ in range(3):
+        code, said = health(later_s=61 if engine.asked else 0)
+        assert (code, said["live"][0], said["generates"][0]) == (0, "pass", "fail")
+    assert engine.asked == 3
+
+
+@pytest.mark.parametrize("running", [0, 1])
+def test_a_server_that_drains_stays_healthy_while_it_turns_the_completion_away(
+    engine, health, running
+):
+    assert health()[0] == 0
+    engine.status, engine.counters["running"] = 503, running
+    for _ in range(3):
+        engine.step()
+        code, said = health(later_s=61)
+        assert (code, said["live"][0], said["generates"][0]) == (0, "pass", "fail")
+    assert engine.asked == 4
+
+
+def test_a_server_that_starts_is_not_ready_and_healthy_with_its_first_answer(engine, health):
+    url = engine.url
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        engine.url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        code, said = health()
+    assert (code, said["ready"][0], said["generates"][0]) == (1, "fail", "fail")
+    engine.url = url
+    assert health()[0] == 0
+
+
+def test_the_health_check_asks_with_the_key_of_the_file(engine, health, tmp_path):
+    engine.api_key = "secret"
+    (tmp_path / "key").write_text("secret\n")
+    code, said = health(DDTREE_API_KEY_FILE=tmp_path / "key")
+    assert (code, engine.asked, said["generates"][0]) == (0, 1, "pass")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables"),
+    [
+        (["--no-speculation", "--api-key", "secret"], {}),
+        (["--no-speculation"], {"VLLM_API_KEY": "secret"}),
+        (["--no-speculation"], {"DDTREE_API_KEY_FILE": "/nowhere/key"}),
+    ],
+)
+def test_a_key_that_is_in_no_file_leaves_the_completion_out(engine, health, arguments, variables):
+    engine.api_key = "secret"
+    code, said = health(arguments, **variables)
+    assert (code, engine.asked, [*said]) == (0, 0, ["live", "ready"])
+
+
+@pytest.mark.parametrize("image", ["cpu", "gpu"])
+def test_a_health_check_ends_before_docker_gives_up(image):
+    text = (ROOT / f"images/{image}/Containerfile").read_text()
+    [limit] = re.findall(r"^HEALTHCHECK .*--timeout=(\d+)s ", text, re.MULTILINE)
+    assert int(limit) > 4 * main.LOOK_S + main.GENERATE_S
+
+
+@pytest.mark.parametrize("key", ["a\nb", "schl\u00fcssel"])
+def test_a_key_that_no_client_could_send_is_refused(tmp_path, key):
+    (tmp_path / "key").write_text(key, encoding="utf-8")
+    with pytest.raises(ContainerError, match="holds no API key: write one line of ASCII"):
+        main._read_api_key({"DDTREE_API_KEY_FILE": str(tmp_path / "key")})
+
+
 # ---- checks
 
 
@@ -227,6 +409,16 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
     environment = {"HOME": str(tmp_path), name: "/proc/nothing"}
     with pytest.raises(ContainerError, match=f"{name}=/proc/nothing cannot be written by user"):
         checks.prepare_folders(environment)
+
+
+def test_a_folder_that_takes_files_and_no_bytes_is_named(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(ContainerError, match=r"cannot be written by user .*File too large"):
+            checks.temporary_folder({"TMPDIR": str(tmp_path)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_small_shared_memory_is_refused_for_more_than_one_rank():

@@ -14,6 +14,7 @@ import time
 import pytest
 
 from ddtree_vllm.smoke import __main__ as smoke
+from ddtree_vllm.smoke import container
 from ddtree_vllm.smoke.prompts import PROMPTS
 from ddtree_vllm.smoke.report import complaints, identical
 from ddtree_vllm.smoke.server import ServerError, counter, free_port, running_server
@@ -204,6 +205,48 @@ def test_a_stopped_smoke_test_leaves_no_server_behind(tmp_path):
     for started in tmp_path.glob("started-*"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(started.name.removeprefix("started-")), 0)
+
+
+@pytest.fixture
+def put_stand_in(tmp_path, monkeypatch):
+    """Puts a program on a PATH that holds nothing else."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def put(name, body):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\n{body}\n")
+        program.chmod(0o755)
+        return str(program)
+
+    return put
+
+
+ANSWERS_INFO = '[ "$*" = info ]'
+
+
+def test_a_docker_without_its_daemon_is_passed_over_for_podman_with_stand_in_programs(put_stand_in):
+    docker, podman = put_stand_in("docker", "exit 1"), put_stand_in("podman", ANSWERS_INFO)
+    assert container.engine("") == podman
+    assert container.engine("docker") == docker
+    put_stand_in("docker", ANSWERS_INFO)
+    assert container.engine("") == docker
+
+
+def test_a_docker_that_hangs_is_passed_over_for_podman_with_stand_in_programs(
+    put_stand_in, monkeypatch
+):
+    monkeypatch.setattr(container, "INFO_TIMEOUT_S", 0.3)
+    put_stand_in("docker", "exec /bin/sleep 60")
+    podman = put_stand_in("podman", ANSWERS_INFO)
+    assert container.engine("") == podman
+
+
+def test_engines_that_do_not_answer_are_a_sentence_with_stand_in_programs(put_stand_in):
+    put_stand_in("docker", "exit 1")
+    with pytest.raises(
+        ServerError, match=r"answers `info`.*start docker's daemon, or install podman"
+    ):
+        container.engine("")
 
 
 def test_free_port_is_free():

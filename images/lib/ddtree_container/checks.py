@@ -79,8 +79,8 @@ def temporary_folder(environment: MutableMapping[str, str]) -> tuple[str, str]:
 def _writable(name: str, folder: str) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(4096))  # a full disk still makes files
     except OSError as error:
         raise ContainerError(
             f"{name}={folder or '(empty)'} cannot be written by user {os.getuid()} "

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import signal
 import sys
@@ -12,6 +15,10 @@ from pathlib import Path
 from . import ContainerError, checks, settings, supervise
 
 DEVICE = Path("/opt/ddtree/device")
+# Of a health check, which Docker ends after 30 s: at most four looks and a completion.
+LOOK_S, GENERATE_S = 5, 8
+# How long an engine that hangs while idle stays unnoticed.
+GENERATE_EVERY_S = 60
 # Run as they are.
 COMMANDS = ("ddtree-health", "ddtree-topology", "python3", "sh", "bash")
 USAGE = """\
@@ -49,6 +56,8 @@ def _run(words: list[str], environment: MutableMapping[str, str]) -> int:
         print(USAGE + "\n".join(f"  {name:<28} {text}" for name, text in _variables()), flush=True)
         return 0
     if kind == "run":
+        # Python ignores it, and a shell could not give it back: `yes | head` would complain.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.execvp(rest[0], rest)
     try:
         with supervise.stoppable():
@@ -139,23 +148,53 @@ def _read_api_key(environment: MutableMapping[str, str]) -> None:
         raise ContainerError(f"DDTREE_API_KEY_FILE={path} cannot be read: {error}") from None
     if not key:
         raise ContainerError(f"DDTREE_API_KEY_FILE={path} is empty")
+    if not (key.isascii() and key.isprintable()):
+        raise ContainerError(
+            f"DDTREE_API_KEY_FILE={path} holds no API key: write one line of ASCII characters"
+        )
     environment["VLLM_API_KEY"] = key
 
 
 def _healthcheck(environment: MutableMapping[str, str]) -> int:
-    """Docker's HEALTHCHECK: 0 or 1; Docker keeps 2, which ddtree-health says of a hung engine, for itself."""
+    """Docker's HEALTHCHECK: 0 or 1; Docker keeps 2, which ddtree-health says of a hung engine, for itself.
+
+    A completion that failed is no reason by itself: a busy server is late with it, one that drains turns
+    it away, and a model without text knows none. One without any answer starts the clock of `live`.
+    """
     from ddtree_health.cli import main as health
 
-    url = _served(environment).url
+    wanted = _served(environment)
     folder, _ = checks.temporary_folder(environment)
     state = os.path.join(folder, "ddtree-healthcheck.json")
-    if url.startswith("https:"):
+    if wanted.url.startswith("https:"):
         import ssl
 
         # The container asks itself, by an address that its certificate does not name.
         ssl._create_default_https_context = ssl._create_unverified_context  # type: ignore[assignment]
-    call = ["check", "--checks", "live,ready", "--url", url]
-    return 1 if health([*call, "--state", state]) else 0
+    call = ["check", "--json", "--url", wanted.url, "--state", state, "--timeout", str(LOOK_S)]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        status = health([*call, *_questions(wanted, environment)])
+    if not said.getvalue():
+        return 1  # a wrong call, which it has told
+    results = json.loads(said.getvalue())["checks"]
+    for name, result in results.items():
+        print(f"{name:<9}  {result['status']:<7}  {result['because']}")
+    failed = [name for name, result in results.items() if result["status"] == "fail"]
+    return 0 if failed == ["generates"] else min(status, 1)
+
+
+def _questions(wanted: settings.Serve, environment: MutableMapping[str, str]) -> list[str]:
+    """ddtree-health's options for what is asked: no completion where the server's key is not in a file."""
+    path = environment.get("DDTREE_API_KEY_FILE", "")
+    known = os.access(path, os.R_OK) if path else not environment.get("VLLM_API_KEY")
+    # The option counts more than the file.
+    if wanted.value("--api-key") is not None or not known:
+        return ["--checks", "live,ready"]
+    return [
+        *("--checks", "live,ready,generates", "--generate-every", str(GENERATE_EVERY_S)),
+        *("--generate-timeout", str(GENERATE_S), "--api-key-file", path),
+    ]
 
 
 def _served(environment: MutableMapping[str, str]) -> settings.Serve:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +59,16 @@ REFUSED = {
     "image's name, or in DDTREE_ARGS",
     "--uds": "this image is asked over TCP, by its own health check too; leave it out, and choose "
     "--host and --port",
+    "--model": "the model comes first; name it behind serve, or in DDTREE_MODEL",
 }
+# Options that are read or filled in here and in main.py. vLLM's parser takes the beginning of a name too.
+READ = (
+    *dict.fromkeys((*OPTIONS.values(), *DEFAULTS, *DEMO_OPTIONS, *TREE_OPTIONS)),
+    *("--no-speculation", "--ssl-certfile", "--ssl-keyfile", "--ssl-cert-reqs"),
+    *("--api-key", "--help"),
+    *REFUSED,
+    *ALIASES,
+)
 
 
 @dataclass(frozen=True)
@@ -130,6 +139,7 @@ def serve(
     model = given.pop(0) if given and not given[0].startswith("-") else ""
     given = [*_words("DDTREE_ARGS", environment), *given]
     options = _values(given)
+    _refuse_abbreviations(options)
     for name, why in REFUSED.items():
         if name in options:
             raise ContainerError(f"{name}: {why}")
@@ -179,6 +189,16 @@ def serve(
         switch = [] if "--no-speculation" in options else ["--no-speculation"]
     words = [w for name, value in filled.items() if name not in options for w in (name, value)]
     return Serve(model, (*words, *switch, *given))
+
+
+def _refuse_abbreviations(names: Iterable[str]) -> None:
+    """Raises ContainerError for the beginning of an option that is read here: it would go by unread."""
+    for name in names:
+        meant = [option for option in READ if option.startswith(name)]
+        if meant and name not in (*meant, "-", "--"):
+            raise ContainerError(
+                f"{name} can stand for {' or '.join(meant)}: write the option out in full"
+            )
 
 
 def asks_for_help(words: Sequence[str]) -> bool:
