@@ -159,6 +159,9 @@ def test_a_changed_configuration_restarts_docker_and_says_whom_that_stops(lab, r
     lab.run(NODE, "echo somebodys-database >/run/stand-in-containers")
     smaller = {"container_runtime_log_max_size": "8m"}
     there = lab.run(NODE, "cat /etc/docker/daemon.json")
+    wanted = {"preflight_report": "", "playbook": "site.yml"}
+    told = runtime("--tags", "preflight", **wanted, **smaller)
+    assert "which stops somebodys-database" in told.stdout
     for _ in range(2):  # a refusal leaves nothing behind that would look done
         refused = runtime(**smaller)
         assert refused.returncode != 0
@@ -176,6 +179,7 @@ def test_a_changed_configuration_restarts_docker_and_says_whom_that_stops(lab, r
     assert changed(runtime(container_runtime_restart=True, **smaller)) == 1
     assert lab.run(NODE, "systemctl show -p InvocationID --value docker") != before
     assert changed(runtime(**smaller)) == 0
+    lab.run(NODE, "rm /run/stand-in-containers")
 
 
 def test_a_host_that_serves_natively_is_asked_nothing_of_its_docker(lab, runtime):
@@ -217,7 +221,13 @@ def test_a_gpu_that_the_toolkit_does_not_see_is_refused(lab, runtime):
 
 
 def test_uninstalling_leaves_docker_with_the_keys_of_others(lab, runtime):
-    assert changed(runtime(playbook=UNINSTALL)) > 0
+    """Containers of others run on: what is taken out counts from Docker's next restart."""
+    lab.run(NODE, "echo somebodys-database >/run/stand-in-containers")
+    before = lab.run(NODE, "systemctl show -p InvocationID --value docker")
+    done = runtime(playbook=UNINSTALL)
+    assert changed(done) > 0
+    assert "until it is restarted, which would stop somebodys-database" in done.stdout
+    assert lab.run(NODE, "systemctl show -p InvocationID --value docker") == before
     assert json.loads(lab.run(NODE, "cat /etc/docker/daemon.json")) == {"data-root": "/data"}
     left = lab.run(NODE, "find /etc -name '*ddtree*'; ls -d /etc/cdi 2>/dev/null || true")
     assert left.strip() in ("", "/etc/ddtree")
