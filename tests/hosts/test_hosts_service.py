@@ -404,7 +404,9 @@ def test_the_api_key_is_a_credential(service):
         assert service.curl(*code, url).stdout == "401"
     finally:
         service.apply()
-    assert service.run("ls /etc/ddtree") == "health-0.env\ntopology.json\nvllm-0.env"
+    assert service.run("ls /etc/ddtree") == (
+        "checkpoints-copied\nhealth-0.env\ntopology.json\nvllm-0.env"
+    )
 
 
 def test_an_engine_that_keeps_failing_stays_down_and_raises_the_alert(service):
@@ -523,7 +525,9 @@ def test_container_mode_pins_each_instance_by_uuid_and_drops_privileges(service)
         service.run("rm /usr/local/bin/docker-stand-in")
         service.apply()
     # The second instance is no longer planned.
-    assert service.run("ls /etc/ddtree") == "health-0.env\ntopology.json\nvllm-0.env"
+    assert service.run("ls /etc/ddtree") == (
+        "checkpoints-copied\nhealth-0.env\ntopology.json\nvllm-0.env"
+    )
 
 
 @pytest.mark.parametrize(
