@@ -5,5 +5,6 @@ Runs on any Python from 3.9 and imports nothing but the standard library, becaus
 else. vLLM's own `/health` answers 200 while the engine hangs, and late while it is merely busy, so
 liveness is judged by progress: `live.judge` compares the engine's counters between two looks.
 `server` and `unit` look, `live`, `generates`, `drafts` and `gpu` judge, `report` says it to people,
-programs and Prometheus, `waiting` serves the start of an engine. `cli` is the entry point.
+programs and Prometheus, `alerts` tells of failures that last, `waiting` serves the start of an
+engine. `cli` is the entry point.
 """

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ddtree-health [check]`, `ddtree-health kill-hung`, `... wait-ready` and `... wait-free`.
+"""`ddtree-health [check]`, `... kill-hung`, `... tell`, `... wait-ready` and `... wait-free`.
 
 Exit status of a check: 0 healthy, 1 unhealthy, 2 hung (a restart is the remedy), 64 a wrong call.
-Of kill-hung: 0 killed or not the judged one any more, 1 neither. Of a wait: 0 done, 1 not in time.
+Of kill-hung: 0 killed or not the judged one any more, 1 neither. Of tell: 0 nothing is left to be
+told, 1 something is. Of a wait: 0 done, 1 not in time.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import drafts, generates, gpu, live, state, unit, waiting
+from . import alerts, drafts, generates, gpu, live, state, unit, waiting
 from .errors import HealthError
 from .report import CHECKS, FAIL, HEALTHY, PASS, UNHEALTHY, UNKNOWN, USAGE, Report, Result
 from .server import STEPS, Answer, Sample, Server
 
-COMMANDS = ("check", "kill-hung", "wait-ready", "wait-free")
+COMMANDS = ("check", "kill-hung", "tell", "wait-ready", "wait-free")
 DEFAULT_PROMPT = "The capital of France is"
 
 
@@ -66,6 +67,19 @@ def _parser() -> _Parser:
     checking.add_argument("--state", default="", metavar="FILE", help="keeps the last look")
     checking.add_argument(
         "--textfile", default="", metavar="FILE", help="write metrics here, for node_exporter"
+    )
+    checking.add_argument(
+        "--alerts",
+        default="",
+        metavar="FILE",
+        help="keeps which failures last, for `ddtree-health tell`; needs --unit",
+    )
+    checking.add_argument(
+        "--alert-after",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="a check that fails for this long is told (default 60)",
     )
     checking.add_argument("--json", action="store_true")
     checking.add_argument(
@@ -118,6 +132,21 @@ def _parser() -> _Parser:
         "--state", required=True, metavar="FILE", help="of the check that found it hung"
     )
     killing.set_defaults(run=_run_kill_hung, error_status=UNHEALTHY)
+
+    telling = commands.add_parser(
+        "tell", help="tell the journal, and a program, of failures that last and of their end"
+    )
+    telling.add_argument("--unit", required=True, help="the engine's systemd unit")
+    telling.add_argument(
+        "--alerts", required=True, metavar="FILE", help="that the check has written"
+    )
+    telling.add_argument(
+        "command",
+        nargs="*",
+        metavar="-- COMMAND",
+        help="program and arguments to run; the unit and a sentence are added",
+    )
+    telling.set_defaults(run=_run_tell, error_status=UNHEALTHY)
 
     ready = commands.add_parser("wait-ready", help="wait for the first 200 of /health")
     _add_server(ready)
@@ -212,7 +241,18 @@ def _run_wait_free(options: argparse.Namespace) -> int:
 
 
 def _run_check(options: argparse.Namespace) -> int:
-    report, kept = _check(options)
+    if options.alerts and not options.unit:
+        raise HealthError("--alerts needs --unit: while the engine starts nothing is told")
+    report, running, kept = _check(options)
+    if options.alerts:
+        known = alerts.judge(
+            state.read(options.alerts),
+            report,
+            running=running,
+            now=time.monotonic(),
+            after_s=options.alert_after,
+        )
+        kept = _keep(options.alerts, json.dumps(known, indent=1) + "\n") and kept
     print(report.as_json() if options.json else report.as_text())
     if options.textfile:
         kept = _keep(options.textfile, report.as_metrics()) and kept
@@ -247,14 +287,28 @@ def _run_kill_hung(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> tuple[Report, bool]:
-    """The report, and whether what the next run needs could be kept."""
+def _run_tell(options: argparse.Namespace) -> int:
+    """Tells what the last check left to be told; what could not be told is tried after the next."""
+    known = state.read(options.alerts)
+    pending = known.get("pending") or []
+    if not pending:
+        return 0
+    left, why = alerts.tell(options.unit, pending, options.command)
+    state.write(options.alerts, json.dumps({**known, "pending": left}, indent=1) + "\n")
+    if left:
+        raise HealthError(f"{why}: to be told again after the next check")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> tuple[Report, bool, bool]:
+    """The report, whether the engine runs, and whether what the next run needs could be kept."""
     kept = True
     wanted = options.checks
     server = Server(options.url, options.timeout, _api_key(options.api_key_file))
     found = unit.read(options.unit) if options.unit else None
+    running = found is None or found.active == "active"
     results: dict[str, Result] = {}
-    if found is not None and found.active != "active":
+    if found is not None and not running:
         for result in _not_active(found):
             results[result.check] = result
     else:
@@ -272,7 +326,7 @@ def _check(options: argparse.Namespace) -> tuple[Report, bool]:
     if "gpu" in wanted:
         results["gpu"] = gpu.check(options.gpus, xid_window_s=options.xid_window)
     chosen = tuple(results[name] for name in CHECKS if name in results and name in wanted)
-    return Report(options.instance, chosen, time.time()), kept
+    return Report(options.instance, chosen, time.time()), running, kept
 
 
 def _not_active(found: unit.Unit) -> list[Result]:

@@ -24,7 +24,7 @@ def load(path: str, incarnation: str) -> dict[str, Any]:
 
     A damaged file counts as none: the checks then begin anew, which can only delay a restart.
     """
-    state = _read(path) if path else {}
+    state = read(path) if path else {}
     return state if state.get("incarnation") == incarnation else {}
 
 
@@ -34,10 +34,11 @@ def judged_invocation(path: str) -> str:
     Unlike the incarnation it holds no boot id: in a container a service with a /proc of its own
     sees that of the machine.
     """
-    return str(_read(path).get("invocation") or "")
+    return str(read(path).get("invocation") or "")
 
 
-def _read(path: str) -> dict[str, Any]:
+def read(path: str) -> dict[str, Any]:
+    """What a file holds; nothing if it is not there or damaged."""
     try:
         with open(path, encoding="utf-8") as file:
             state = json.load(file)

@@ -252,6 +252,66 @@ def test_without_a_judgement_nothing_is_killed(systemd, tmp_path, capsys):
     assert "nothing is killed" in capsys.readouterr().err
 
 
+@pytest.fixture
+def tell(tmp_path, monkeypatch):
+    """Runs `tell` with a journal that is a file; returns (exit status, journal, what was heard)."""
+    journal, heard = tmp_path / "journal", tmp_path / "heard"
+    program = tmp_path / "systemd-cat"
+    program.write_text(f'#!/bin/sh\necho "$@" >>{journal}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def run(script=f'echo "$0|$1" >>{heard}'):
+        words = ["tell", "--unit", "x.service", "--alerts", str(tmp_path / "alerts.json")]
+        status = cli.main([*words, "--", "/bin/sh", "-c", script])
+        read = [path.read_text().splitlines() if path.exists() else [] for path in (journal, heard)]
+        return status, *read
+
+    return run
+
+
+def alerting(tmp_path, after="0"):
+    path = str(tmp_path / "alerts.json")
+    return ["--unit", "x.service", "--alerts", path, "--alert-after", after]
+
+
+def test_a_failure_is_told_once_with_its_reason(check, engine, systemd, tmp_path, tell):
+    engine.text = " 42"
+    for _ in range(2):
+        assert check(*alerting(tmp_path), "--expect", "Paris")[0] == 1
+        status, journal, heard = tell()
+    assert status == 0
+    sentence = "x.service is unhealthy: generates: the prompt 'The capital of France is' "
+    sentence += "was continued ' 42', without 'Paris'"
+    assert [line.split(" echo ")[0] for line in journal] == [
+        "--identifier=ddtree-alert --priority=alert"
+    ]
+    assert heard == [f"x.service|{sentence}"]
+
+
+def test_what_a_program_would_not_take_is_told_again(
+    check, engine, systemd, tmp_path, tell, capsys
+):
+    engine.text = " 42"
+    check(*alerting(tmp_path), "--expect", "Paris")
+    status, journal, heard = tell("exit 3")
+    assert (status, len(journal), heard) == (1, 1, [])
+    assert "/bin/sh ended with 3" in capsys.readouterr().err
+    engine.text = " Paris"
+    check(*alerting(tmp_path), "--expect", "Paris")
+    status, journal, heard = tell()
+    assert (status, len(journal)) == (0, 2)  # the journal has taken the alert the first time
+    assert [line.split("|")[1].split(":")[0] for line in heard] == [
+        "x.service is unhealthy",
+        "x.service is healthy again",
+    ]
+
+
+def test_alerts_need_the_engines_unit(tmp_path, capsys):
+    assert cli.main(["--alerts", str(tmp_path / "alerts.json")]) == 64
+    assert "--alerts needs --unit" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -28,6 +28,7 @@ STUB = {
     "preflight_memory_mib": 1024,
     "health_expect": " name",
     "health_interval": 5,
+    "health_alert_after": 0,
 }
 HOST_VARS = {
     # The lab lends the project's own packages. A machine that is busy otherwise makes a step of the
@@ -153,6 +154,8 @@ def test_a_vanished_gpu_is_told_and_restarts_nothing(fleet):
         assert fleet.lab.try_run(PAIRS, f"systemctl start {check}").returncode != 0
         assert run(f"systemctl show --property=ExecMainStatus --value {check}") == "1"
         assert "a GPU has fallen off the bus" in fleet.lab.journal(PAIRS, check)
+        alerts = run("journalctl -q -b -o cat -p alert -t ddtree-alert")
+        assert f"{unit} is unhealthy: gpu: a GPU has fallen off the bus" in alerts
         metrics = run("cat /var/lib/ddtree-health/ddtree_health_1.prom")
         assert 'ddtree_health_check{instance_name="1",check="gpu"} 0' in metrics
         assert run(f"systemctl show --property=MainPID --value {unit}") == pid

@@ -409,6 +409,33 @@ def test_the_api_key_is_a_credential(service):
     )
 
 
+def test_a_failure_that_lasts_is_told_once_and_so_is_its_end(service):
+    alarm = ["/bin/sh", "-c", 'echo "$2 $1: $3 $0" >>/run/alarm', "100%", 'a "b"']
+    told = {"health_alert_after": 5, "health_alert_command": alarm}
+    before = service.main_pid
+
+    def heard():
+        return service.run("cat /run/alarm 2>/dev/null || true").splitlines()
+
+    try:
+        service.apply(**told, health_expect="never said")
+        service.wait("the alert", 40, heard)
+        checks = service.said("is unhealthy")
+        service.wait("two more checks", 30, lambda: service.said("is unhealthy") >= checks + 2)
+        begin = f'{UNIT} a "b": {UNIT} is'
+        assert [line.startswith(f"{begin} unhealthy: generates: ") for line in heard()] == [True]
+        service.apply(**told)
+        service.wait("its end", 40, lambda: len(heard()) == 2)
+        assert heard()[1] == f"{begin} healthy again 100%"
+        journal = service.run("journalctl -o cat -t ddtree-alert")
+        assert journal.splitlines().count(f"{UNIT} is healthy again") == 1
+        assert "healthy again" not in service.run("journalctl -o cat -t ddtree-alert -p alert")
+        assert service.main_pid == before
+    finally:
+        service.run("rm -f /run/alarm")
+        service.apply()
+
+
 def test_an_engine_that_keeps_failing_stays_down_and_raises_the_alert(service):
     alarm = ["/bin/sh", "-c", 'echo "$0" >/run/alarm']
     try:
@@ -422,7 +449,7 @@ def test_an_engine_that_keeps_failing_stays_down_and_raises_the_alert(service):
         assert service.show("ActiveState") == "failed"
         assert service.show("Result") == "signal"
         service.wait("the alert", 20, lambda: service.run("cat /run/alarm || true") == UNIT)
-        assert f"{UNIT} stays down" in service.run("journalctl -o cat -t ddtree-alert")
+        assert f"{UNIT} stays down" in service.run("journalctl -o cat -t ddtree-alert -p alert")
         status = service.play("playbooks/status.yml")
         assert status.returncode != 0
         assert "Not healthy: 0" in status.stdout + status.stderr

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Alerts: people are told once of a failure that lasts, and once of its end.
+
+A metric serves those who look. An alert is for a host that nobody scrapes, so it must be rare: a
+single slow completion is none, nor is each run of a failure that is known, nor one that comes and
+goes. What has been told outlives the engine's start, since a restart need not mend it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import HealthError
+from .report import FAIL, UNKNOWN, Report
+
+# The service that tells is stopped after systemd's 90 s.
+COMMAND_TIMEOUT_S = 30.0
+_JOURNAL = ("systemd-cat", "--identifier=ddtree-alert")
+
+
+def judge(
+    saved: Mapping[str, Any], report: Report, *, running: bool, now: float, after_s: float
+) -> dict[str, Any]:
+    """What is known after this run, and what is still to be told.
+
+    A check that has failed for `after_s` without a pass is told, a hang at once; the end is told when
+    none has failed for as long. While the engine starts only its GPUs are judged: systemd bounds the
+    start and has an alert of its own.
+
+    Args:
+        saved: what the last run left, or nothing.
+        report: of this run. A check that knows nothing (unknown) leaves its clock as it is.
+        running: systemd counts the engine as started.
+        now: monotonic seconds.
+
+    Returns:
+        JSON of `failing` (check -> second it began), `told` (checks), `well_since` (second, or None)
+        and `pending` (list of [priority, sentence], oldest first, see `tell`).
+    """
+    failing: dict[str, float] = dict(saved.get("failing") or {})
+    told: list[str] = list(saved.get("told") or [])
+    pending: list[list[str]] = list(saved.get("pending") or [])
+    if not running:
+        failing = {check: since for check, since in failing.items() if check == "gpu"}
+    fails = []
+    for result in report.results:
+        if not running and result.check != "gpu":
+            continue
+        if result.status == FAIL:
+            failing.setdefault(result.check, now)
+            fails.append(result)
+        elif result.status != UNKNOWN:
+            failing.pop(result.check, None)
+    well_since = None
+    if running and not failing:
+        well_since = now if saved.get("well_since") is None else saved["well_since"]
+    due = {r.check for r in fails if r.hung or now - failing[r.check] >= after_s}
+    if due - set(told):
+        told = sorted(due.union(told))
+        verdict = "hung" if any(r.hung for r in fails) else "unhealthy"
+        pending.append(
+            ["alert", f"is {verdict}: " + "; ".join(f"{r.check}: {r.because}" for r in fails)]
+        )
+    elif told and well_since is not None and now - well_since >= after_s:
+        told = []
+        pending.append(["notice", "is healthy again"])
+    return {"failing": failing, "told": told, "well_since": well_since, "pending": pending}
+
+
+def tell(
+    subject: str, pending: Sequence[Sequence[str]], command: Sequence[str]
+) -> tuple[list[list[str]], str]:
+    """Writes what is pending to the journal, and runs a command for each.
+
+    Args:
+        subject: who it is about: the engine's unit.
+        pending: [priority, sentence] each; without a priority the journal has it already.
+        command: program and arguments, to which the subject and the sentence are added; may be empty.
+
+    Returns:
+        What is still pending, and why: empty if nothing is.
+    """
+    left = [list(item) for item in pending]
+    while left:
+        priority, sentence = left[0]
+        words = f"{subject} {sentence}"
+        try:
+            if priority:
+                _run([*_JOURNAL, f"--priority={priority}", "echo", words])
+                left[0][0] = ""
+            if command:
+                _run([*command, subject, words])
+        except HealthError as error:
+            return left, str(error)
+        del left[0]
+    return [], ""
+
+
+def _run(command: Sequence[str]) -> None:
+    name = command[0]
+    try:
+        done = subprocess.run(command, check=False, timeout=COMMAND_TIMEOUT_S)
+    except OSError as error:
+        raise HealthError(f"{name} cannot be run: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise HealthError(f"{name} has not ended after {COMMAND_TIMEOUT_S:.0f} s") from None
+    if done.returncode != 0:
+        raise HealthError(f"{name} ended with {done.returncode}")
