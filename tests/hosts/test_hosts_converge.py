@@ -184,6 +184,26 @@ def test_memory_that_a_killed_server_has_left_is_refused_before_anything_changes
     assert "changed=0" in done.stdout
 
 
+def test_a_passed_probe_turns_p2p_on_and_the_instances_serve_by_it(fleet):
+    """The probe is real, its ranks are not: there is no GPU to sum on."""
+    before = fleet.plan(PAIRS)
+    assert before["p2p"]["on"] is False
+    rank = "/run/fake-nvidia/rank"
+    script = '#!/bin/sh\necho \'{"checked": 1, "peer_access": true}\''
+    fleet.lab.run(PAIRS, f"cat >{rank} <<'RANK'\n{script}\nRANK\nchmod 755 {rank}")
+    command = ["/usr/local/bin/ddtree-topology", "probe", "--python", rank]
+    done = fleet.play("playbooks/probe.yml", "--limit", "node3", gpu_topology_probe_command=command)
+    assert done.returncode == 0, done.stdout
+    after = fleet.plan(PAIRS)
+    assert (after["p2p"]["on"], after["p2p"]["probed"]) == (True, True)
+    assert [g["uuids"] for g in after["groups"]] == [g["uuids"] for g in before["groups"]]
+    wait_until_active(fleet.lab, PAIRS, within=60)
+    environments = fleet.lab.run(PAIRS, "cat /etc/ddtree/vllm-*.env")
+    assert "NCCL_P2P_DISABLE" not in environments
+    # The verdict is kept: the next run neither probes nor changes anything.
+    assert changed(fleet.play("site.yml", "--limit", "node3", what="after the probe")) == 0
+
+
 def test_a_reboot_brings_everything_back(fleet):
     began = time.monotonic()
     fleet.lab.reboot(*NODES, within=400)  # the real engine's start is part of it

@@ -254,13 +254,31 @@ def test_what_the_probe_could_not_prove_is_told_and_tried_again(host):
     assert "The probe failed with P2P on and off: P2P is off" in told("exit 3")
     said = told("echo 'python has no torch (x)'; exit 4")
     assert "The probe could not run: nothing was probed over GPU0, GPU1: python has no" in said
-    assert "run site.yml once with gpu_topology_probe=false, then playbooks/stop.yml" in said
+    assert "run site.yml with gpu_topology_probe=false, then playbooks/probe.yml" in said
+
+    # Docker's own status for an image that is not there.
+    docker = host.folder / "bin/docker"
+    docker.write_text('#!/bin/sh\necho "$@" >&2\nexit 125\n')
+    docker.chmod(0o755)
+    container = {
+        "vllm_service_mode": "container",
+        "vllm_service_docker": str(docker),
+        "vllm_service_image": "ddtree-vllm:gpu",
+    }
+    done = host(**wanted, **container)
+    assert done.returncode != 0
+    said = " ".join((done.stdout + done.stderr).split())
+    assert (
+        "The probe could not run: run --rm --interactive --pull never --device nvidia.com/" in said
+    )
+    assert "--shm-size 16g ddtree-vllm:gpu ddtree-topology probe --plan - --json" in said
+    assert "In container mode the image is loaded by vllm_service: run site.yml" in said
 
     # Instances hold the GPUs, says a fake systemctl.
     systemctl = host.folder / "bin/systemctl"
     systemctl.write_text("#!/bin/sh\necho 'ddtree-vllm@0.service loaded active running vLLM'\n")
     systemctl.chmod(0o755)
-    assert "ddtree-vllm@0.service hold them. Stop them" in told("exit 0")
+    assert "ddtree-vllm@0.service hold them. playbooks/probe.yml stops them" in told("exit 0")
     systemctl.unlink()
 
     python.write_text("""#!/bin/sh\necho '{"checked": 1, "peer_access": true}'\n""")
