@@ -410,7 +410,9 @@ def test_the_api_key_is_a_credential(service):
 
 
 def test_a_failure_that_lasts_is_told_once_and_so_is_its_end(service):
-    alarm = ["/bin/sh", "-c", 'echo "$2 $1: $3 $0" >>/run/alarm', "100%", 'a "b"']
+    # echo of sh would make lines of the sentence, which quotes a backslash and an n.
+    script = 'printf "%s\\n" "$2 $1: $3 $0" >>/run/alarm'
+    alarm = ["/bin/sh", "-c", script, "100%", 'a "b"']
     told = {"health_alert_after": 5, "health_alert_command": alarm}
     before = service.main_pid
 
