@@ -30,7 +30,7 @@ def judge(
     start and has an alert of its own.
 
     Args:
-        saved: what the last run left, or nothing.
+        saved: what the last run left, or nothing; what is damaged counts as nothing.
         report: of this run. A check that knows nothing (unknown) leaves its clock as it is.
         running: systemd counts the engine as started.
         now: monotonic seconds.
@@ -39,9 +39,10 @@ def judge(
         JSON of `failing` (check -> second it began), `told` (checks), `well_since` (second, or None)
         and `pending` (list of [priority, sentence], oldest first, see `tell`).
     """
-    failing: dict[str, float] = dict(saved.get("failing") or {})
-    told: list[str] = list(saved.get("told") or [])
-    pending: list[list[str]] = list(saved.get("pending") or [])
+    saved = saved if _is_whole(saved) else {}
+    failing: dict[str, float] = dict(saved.get("failing", {}))
+    told: list[str] = list(saved.get("told", []))
+    pending: list[list[str]] = list(saved.get("pending", []))
     if not running:
         failing = {check: since for check, since in failing.items() if check == "gpu"}
     fails = []
@@ -67,6 +68,27 @@ def judge(
         told = []
         pending.append(["notice", "is healthy again"])
     return {"failing": failing, "told": told, "well_since": well_since, "pending": pending}
+
+
+def _is_whole(saved: Mapping[str, Any]) -> bool:
+    """Whether a file holds what `judge` returns."""
+    failing, told = saved.get("failing", {}), saved.get("told", [])
+    return (
+        isinstance(failing, dict)
+        and all(isinstance(since, (int, float)) for since in failing.values())
+        and isinstance(told, list)
+        and all(isinstance(check, str) for check in told)
+        and isinstance(saved.get("well_since"), (int, float, type(None)))
+        and can_be_told(saved.get("pending", []))
+    )
+
+
+def can_be_told(pending: object) -> bool:
+    """Whether this is a list of [priority, sentence]."""
+    return isinstance(pending, list) and all(
+        isinstance(item, list) and len(item) == 2 and all(isinstance(word, str) for word in item)
+        for item in pending
+    )
 
 
 def tell(

@@ -291,8 +291,8 @@ def _run_tell(options: argparse.Namespace) -> int:
     """Tells what the last check left to be told; what could not be told is tried after the next."""
     known = state.read(options.alerts)
     pending = known.get("pending") or []
-    if not pending:
-        return 0
+    if not pending or not alerts.can_be_told(pending):
+        return 0  # a damaged file is begun anew by the next check
     left, why = alerts.tell(options.unit, pending, options.command)
     state.write(options.alerts, json.dumps({**known, "pending": left}, indent=1) + "\n")
     if left:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When people are told: of what lasts, once, and of its end."""
 
+import pytest
+
 from ddtree_health import alerts
 from ddtree_health.report import FAIL, PASS, SKIP, UNKNOWN, Report, Result
 
@@ -118,6 +120,32 @@ def test_a_check_that_knows_nothing_ends_no_failure():
     for now in range(0, 61, 15):
         runs(now, drafts=UNKNOWN if now == 30 else FAIL)
     assert runs.sentences == ["alert: is unhealthy: drafts: drafts at 60"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"failing": ["gpu"]},
+        {"failing": {"gpu": "soon"}},
+        {"told": "gpu"},
+        {"told": [["gpu"]]},
+        {"well_since": "then"},
+        {"pending": {"alert": "x"}},
+        {"pending": ["alert"]},
+        {"pending": [["alert", 5]]},
+        {"failing": None},
+    ],
+)
+def test_a_damaged_record_begins_anew(damage):
+    runs = Runs()
+    for now in range(0, 46, 15):
+        runs(now, gpu=FAIL)
+    runs.kept = {**runs.kept, **damage}
+    for now in range(60, 106, 15):
+        runs(now, gpu=FAIL)
+    assert runs.sentences == []
+    runs(120, gpu=FAIL)
+    assert runs.sentences == ["alert: is unhealthy: gpu: gpu at 120"]
 
 
 def test_checks_that_do_not_apply_are_well():

@@ -307,6 +307,11 @@ def test_what_a_program_would_not_take_is_told_again(
     ]
 
 
+def test_a_damaged_record_of_alerts_is_told_to_nobody(tmp_path, tell):
+    (tmp_path / "alerts.json").write_text('{"pending": [["alert"]]}')
+    assert tell() == (0, [], [])
+
+
 def test_alerts_need_the_engines_unit(tmp_path, capsys):
     assert cli.main(["--alerts", str(tmp_path / "alerts.json")]) == 64
     assert "--alerts needs --unit" in capsys.readouterr().err
