@@ -206,6 +206,8 @@ def test_a_full_look_reads_everything(lab, hub, models):
 
 
 def test_corrupted_weights_keep_the_engine_down_and_are_named(lab, hub, models):
+    hub.start()
+    assert models().returncode == 0  # where it is asked for by itself nothing serves yet
     hub.stop()
     weights = f"{STORE}/big/{WEIGHTS}"
     lab.run(NODE, f"printf x | dd of={weights} bs=1 seek=1000 conv=notrunc status=none")
