@@ -9,7 +9,7 @@ goes. What has been told outlives the engine's start, since a restart need not m
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .errors import HealthError
@@ -18,10 +18,13 @@ from .report import FAIL, UNKNOWN, Report
 # The service that tells is stopped after systemd's 90 s.
 COMMAND_TIMEOUT_S = 30.0
 _JOURNAL = ("systemd-cat", "--identifier=ddtree-alert")
+# Sentences that wait for a program that does not take them; the oldest are dropped, the journal has them.
+MOST_PENDING = 20
+_LONGEST = 4000
 
 
 def judge(
-    saved: Mapping[str, Any], report: Report, *, running: bool, now: float, after_s: float
+    saved: Mapping[str, Any], report: Report, *, start: str, now: float, after_s: float
 ) -> dict[str, Any]:
     """What is known after this run, and what is still to be told.
 
@@ -32,18 +35,22 @@ def judge(
     Args:
         saved: what the last run left, or nothing; what is damaged counts as nothing.
         report: of this run. A check that knows nothing (unknown) leaves its clock as it is.
-        running: systemd counts the engine as started.
+        start: systemd's name of this start of the engine; empty while it does not count as started.
+            What failed in another start says nothing of this one, its GPUs excepted.
         now: monotonic seconds.
 
     Returns:
-        JSON of `failing` (check -> second it began), `told` (checks), `well_since` (second, or None)
-        and `pending` (list of [priority, sentence], oldest first, see `tell`).
+        JSON of `start`, `at` (second of this run), `failing` (check -> second it began), `told`
+        (checks), `well_since` (second, or None) and `pending` (list of [priority, sentence], oldest
+        first, see `tell`).
     """
-    saved = saved if _is_whole(saved) else {}
+    # Seconds of a boot that is over, of a file that outlived it, count as damaged.
+    saved = saved if _is_whole(saved) and saved.get("at", now) <= now else {}
+    running, same = bool(start), saved.get("start") == start
     failing: dict[str, float] = dict(saved.get("failing", {}))
     told: list[str] = list(saved.get("told", []))
     pending: list[list[str]] = list(saved.get("pending", []))
-    if not running:
+    if not same:
         failing = {check: since for check, since in failing.items() if check == "gpu"}
     fails = []
     for result in report.results:
@@ -56,7 +63,8 @@ def judge(
             failing.pop(result.check, None)
     well_since = None
     if running and not failing:
-        well_since = now if saved.get("well_since") is None else saved["well_since"]
+        since = saved.get("well_since") if same else None
+        well_since = now if since is None else since
     due = {r.check for r in fails if r.hung or now - failing[r.check] >= after_s}
     if due - set(told):
         told = sorted(due.union(told))
@@ -67,7 +75,14 @@ def judge(
     elif told and well_since is not None and now - well_since >= after_s:
         told = []
         pending.append(["notice", "is healthy again"])
-    return {"failing": failing, "told": told, "well_since": well_since, "pending": pending}
+    return {
+        "start": start,
+        "at": now,
+        "failing": failing,
+        "told": told,
+        "well_since": well_since,
+        "pending": pending[-MOST_PENDING:],
+    }
 
 
 def _is_whole(saved: Mapping[str, Any]) -> bool:
@@ -79,6 +94,7 @@ def _is_whole(saved: Mapping[str, Any]) -> bool:
         and isinstance(told, list)
         and all(isinstance(check, str) for check in told)
         and isinstance(saved.get("well_since"), (int, float, type(None)))
+        and isinstance(saved.get("at", 0), (int, float))
         and can_be_told(saved.get("pending", []))
     )
 
@@ -92,32 +108,40 @@ def can_be_told(pending: object) -> bool:
 
 
 def tell(
-    subject: str, pending: Sequence[Sequence[str]], command: Sequence[str]
-) -> tuple[list[list[str]], str]:
+    subject: str,
+    pending: Sequence[Sequence[str]],
+    command: Sequence[str],
+    keep: Callable[[list[list[str]]], None],
+) -> None:
     """Writes what is pending to the journal, and runs a command for each.
+
+    A journal that does not work keeps no program from being told.
 
     Args:
         subject: who it is about: the engine's unit.
         pending: [priority, sentence] each; without a priority the journal has it already.
         command: program and arguments, to which the subject and the sentence are added; may be empty.
+        keep: is handed what is still pending, after each step: a run that is ended repeats none.
 
-    Returns:
-        What is still pending, and why: empty if nothing is.
+    Raises:
+        HealthError: something is still pending, or could not be kept.
     """
     left = [list(item) for item in pending]
     while left:
         priority, sentence = left[0]
-        words = f"{subject} {sentence}"
-        try:
-            if priority:
+        words = "".join(c if c.isprintable() else " " for c in f"{subject} {sentence}")[:_LONGEST]
+        if priority:
+            try:
                 _run([*_JOURNAL, f"--priority={priority}", "echo", words])
-                left[0][0] = ""
-            if command:
-                _run([*command, subject, words])
-        except HealthError as error:
-            return left, str(error)
+            except HealthError:
+                if not command:
+                    raise
+            left[0][0] = ""
+            keep(left)
+        if command:
+            _run([*command, subject, words])
         del left[0]
-    return [], ""
+        keep(left)
 
 
 def _run(command: Sequence[str]) -> None:

@@ -9,7 +9,9 @@ told, 1 something is. Of a wait: 0 done, 1 not in time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -243,12 +245,12 @@ def _run_wait_free(options: argparse.Namespace) -> int:
 def _run_check(options: argparse.Namespace) -> int:
     if options.alerts and not options.unit:
         raise HealthError("--alerts needs --unit: while the engine starts nothing is told")
-    report, running, kept = _check(options)
+    report, start, kept = _check(options)
     if options.alerts:
         known = alerts.judge(
             state.read(options.alerts),
             report,
-            running=running,
+            start=start,
             now=time.monotonic(),
             after_s=options.alert_after,
         )
@@ -293,26 +295,35 @@ def _run_tell(options: argparse.Namespace) -> int:
     pending = known.get("pending") or []
     if not pending or not alerts.can_be_told(pending):
         return 0  # a damaged file is begun anew by the next check
-    left, why = alerts.tell(options.unit, pending, options.command)
-    state.write(options.alerts, json.dumps({**known, "pending": left}, indent=1) + "\n")
-    if left:
-        raise HealthError(f"{why}: to be told again after the next check")
+
+    def keep(left: list[list[str]]) -> None:
+        try:
+            state.write(options.alerts, json.dumps({**known, "pending": left}, indent=1) + "\n")
+        except HealthError:
+            # On a full disk: better forgotten than told after every check.
+            with contextlib.suppress(OSError):
+                os.unlink(options.alerts)
+            raise
+
+    alerts.tell(options.unit, pending, options.command, keep)
     return 0
 
 
-def _check(options: argparse.Namespace) -> tuple[Report, bool, bool]:
-    """The report, whether the engine runs, and whether what the next run needs could be kept."""
+def _check(options: argparse.Namespace) -> tuple[Report, str, bool]:
+    """The report, the start that it is of, and whether what the next run needs could be kept.
+
+    The start is systemd's name of it: empty while the unit does not count as started, or without one.
+    """
     kept = True
     wanted = options.checks
     server = Server(options.url, options.timeout, _api_key(options.api_key_file))
     found = unit.read(options.unit) if options.unit else None
-    running = found is None or found.active == "active"
+    invocation = found.invocation if found is not None and found.active == "active" else ""
     results: dict[str, Result] = {}
-    if found is not None and not running:
+    if found is not None and found.active != "active":
         for result in _not_active(found):
             results[result.check] = result
     else:
-        invocation = found.invocation if found else ""
         incarnation = f"{state.boot_id()} {invocation or options.url}"
         saved = state.load(options.state, incarnation)
         after = _look(options, server, saved, results)
@@ -326,7 +337,7 @@ def _check(options: argparse.Namespace) -> tuple[Report, bool, bool]:
     if "gpu" in wanted:
         results["gpu"] = gpu.check(options.gpus, xid_window_s=options.xid_window)
     chosen = tuple(results[name] for name in CHECKS if name in results and name in wanted)
-    return Report(options.instance, chosen, time.time()), running, kept
+    return Report(options.instance, chosen, time.time()), invocation, kept
 
 
 def _not_active(found: unit.Unit) -> list[Result]:

@@ -42,7 +42,7 @@ def read(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             state = json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return state if isinstance(state, dict) else {}
 

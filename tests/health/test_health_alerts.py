@@ -15,13 +15,13 @@ class Runs:
     def __init__(self):
         self.kept = {}
 
-    def __call__(self, now, running=True, hung=False, **statuses):
+    def __call__(self, now, start="first", hung=False, **statuses):
         results = [
             Result(check, status, f"{check} at {now}", hung=hung and check == "live")
             for check, status in statuses.items()
         ]
         report = Report("0", tuple(results), now)
-        self.kept = alerts.judge(self.kept, report, running=running, now=now, after_s=AFTER)
+        self.kept = alerts.judge(self.kept, report, start=start, now=now, after_s=AFTER)
 
     @property
     def sentences(self):
@@ -93,7 +93,7 @@ def test_a_start_is_no_failure_and_no_recovery():
     runs = Runs()
     runs(0, live=FAIL, hung=True)
     for now in range(15, 600, 15):
-        runs(now, running=False, live=UNKNOWN, ready=FAIL)
+        runs(now, start="", live=UNKNOWN, ready=FAIL)
     assert len(runs.sentences) == 1
     for now in range(600, 661, 15):
         runs(now, live=PASS, ready=PASS)
@@ -103,15 +103,45 @@ def test_a_start_is_no_failure_and_no_recovery():
 def test_the_clock_of_a_failure_does_not_run_through_a_start():
     runs = Runs()
     runs(0, live=PASS, generates=FAIL)
-    runs(15, running=False, live=UNKNOWN, ready=FAIL)
-    runs(300, live=PASS, generates=FAIL)
+    runs(15, start="", live=UNKNOWN, ready=FAIL)
+    runs(300, start="second", live=PASS, generates=FAIL)
     assert runs.sentences == []
+    # The timer rests while an engine starts: mostly no run sees it.
+    runs(500, start="third", live=PASS, generates=FAIL)
+    assert runs.sentences == []
+    runs(560, start="third", live=PASS, generates=FAIL)
+    assert len(runs.sentences) == 1
+
+
+def test_a_gpu_that_fails_before_and_after_a_start_has_failed_all_the_time():
+    runs = Runs()
+    runs(0, gpu=FAIL)
+    runs(60, start="second", gpu=FAIL)
+    assert len(runs.sentences) == 1
+
+
+def test_seconds_of_an_earlier_boot_count_as_none():
+    runs = Runs()
+    runs(90_000, gpu=FAIL)
+    runs(500, gpu=FAIL)
+    runs(559, gpu=FAIL)
+    assert runs.sentences == []
+    runs(560, gpu=FAIL)
+    assert len(runs.sentences) == 1
+
+
+def test_what_nobody_takes_is_bounded_and_the_latest_is_kept():
+    runs = Runs()
+    for now in range(0, 10_000, 100):
+        runs(now, gpu=FAIL if now % 400 < 200 else PASS)
+    assert len(runs.sentences) == alerts.MOST_PENDING
+    assert runs.sentences[-1].startswith("notice: ")
 
 
 def test_a_gpu_lost_while_the_engine_starts_again_and_again_is_told():
     runs = Runs()
     for now in range(0, 61, 15):
-        runs(now, running=False, live=UNKNOWN, ready=FAIL, gpu=FAIL)
+        runs(now, start="", live=UNKNOWN, ready=FAIL, gpu=FAIL)
     assert runs.sentences == ["alert: is unhealthy: gpu: gpu at 60"]
 
 
@@ -134,6 +164,7 @@ def test_a_check_that_knows_nothing_ends_no_failure():
         {"pending": ["alert"]},
         {"pending": [["alert", 5]]},
         {"failing": None},
+        {"at": "now"},
     ],
 )
 def test_a_damaged_record_begins_anew(damage):

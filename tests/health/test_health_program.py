@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddtree_health import cli, server, state
+from ddtree_health.errors import HealthError
 from ddtree_health.unit import Unit
 
 ROOT = Path(__file__).parents[2]
@@ -305,6 +306,50 @@ def test_what_a_program_would_not_take_is_told_again(
         "x.service is unhealthy",
         "x.service is healthy again",
     ]
+
+
+def test_a_journal_that_does_not_work_keeps_no_program_from_being_told(
+    check, engine, systemd, tmp_path, tell
+):
+    (tmp_path / "systemd-cat").write_text("#!/bin/sh\nexit 1\n")
+    engine.text = " 42"
+    check(*alerting(tmp_path), "--expect", "Paris")
+    status, _, heard = tell()
+    assert (status, len(heard)) == (0, 1)
+
+
+def pending(tmp_path, *sentences):
+    record = {"pending": [["alert", sentence] for sentence in sentences]}
+    (tmp_path / "alerts.json").write_text(json.dumps(record))
+
+
+def test_what_was_told_before_a_failure_is_not_told_again(tmp_path, tell):
+    pending(tmp_path, "one", "two", "three")
+    heard = tmp_path / "heard"
+    script = f'echo "$1" >>{heard}; [ "$1" != "x.service two" ] || [ -e {tmp_path}/well ]'
+    assert tell(script)[0] == 1
+    (tmp_path / "well").touch()
+    status, journal, said = tell(script)
+    assert (status, len(journal)) == (0, 3)
+    assert said == [f"x.service {word}" for word in ("one", "two", "two", "three")]
+
+
+def test_a_sentence_is_one_line_that_a_program_can_be_given(tmp_path, tell):
+    pending(tmp_path, "a\x00b\nc\udc80" + "d" * 200_000)
+    status, journal, heard = tell()
+    assert (status, len(journal), len(heard)) == (0, 1, 1)
+    assert heard[0].startswith("x.service|x.service a b c ddd")
+
+
+def test_where_nothing_can_be_kept_an_alert_is_told_once(tmp_path, tell, monkeypatch, capsys):
+    pending(tmp_path, "one")
+
+    def full(path, text):
+        raise HealthError(f"{path} cannot be written: No space left on device")
+
+    monkeypatch.setattr(state, "write", full)
+    assert [len(tell()[1]), len(tell()[1])] == [1, 1]
+    assert "No space left" in capsys.readouterr().err
 
 
 def test_a_damaged_record_of_alerts_is_told_to_nobody(tmp_path, tell):

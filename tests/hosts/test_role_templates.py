@@ -139,6 +139,8 @@ def test_an_engine_without_a_drafter_is_held_to_no_acceptance(render, drafter, f
     [
         ("health", {"health_prompt": "It's"}, "must not hold a single quote"),
         ("health", {"health_expect": "'"}, "must not hold a single quote"),
+        ("health", {"health_alert_command": "/bin/page"}, "it is a list, the program first"),
+        ("vllm_service", {"vllm_service_alert_command": "/bin/page"}, "it is a list, the program"),
         ("vllm_service", {"vllm_service_served_name": "it's"}, "must not hold a single quote"),
         ("vllm_service", {"vllm_service_model": "/srv/a\nb"}, "must not hold a single quote"),
     ],

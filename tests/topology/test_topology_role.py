@@ -258,7 +258,7 @@ def test_what_the_probe_could_not_prove_is_told_and_tried_again(host):
 
     # Docker's own status for an image that is not there.
     docker = host.folder / "bin/docker"
-    docker.write_text('#!/bin/sh\necho "$@" >&2\nexit 125\n')
+    docker.write_text('#!/bin/sh\necho "No such image: $@" >&2\nexit 125\n')
     docker.chmod(0o755)
     container = {
         "vllm_service_mode": "container",
@@ -268,10 +268,9 @@ def test_what_the_probe_could_not_prove_is_told_and_tried_again(host):
     done = host(**wanted, **container)
     assert done.returncode != 0
     said = " ".join((done.stdout + done.stderr).split())
-    assert (
-        "The probe could not run: run --rm --interactive --pull never --device nvidia.com/" in said
-    )
-    assert "--shm-size 16g ddtree-vllm:gpu ddtree-topology probe --plan - --json" in said
+    assert "The probe could not run: No such image: run --rm --interactive --pull never" in said
+    assert "--device nvidia.com/gpu=all --network none --shm-size 16g ddtree-vllm:gpu" in said
+    assert "ddtree-vllm:gpu ddtree-topology probe --plan - --json" in said
     assert "In container mode the image is loaded by vllm_service: run site.yml" in said
 
     # Instances hold the GPUs, says a fake systemctl.
@@ -279,11 +278,51 @@ def test_what_the_probe_could_not_prove_is_told_and_tried_again(host):
     systemctl.write_text("#!/bin/sh\necho 'ddtree-vllm@0.service loaded active running vLLM'\n")
     systemctl.chmod(0o755)
     assert "ddtree-vllm@0.service hold them. playbooks/probe.yml stops them" in told("exit 0")
-    systemctl.unlink()
+
+    # Asked for anew, they are stopped for it, and started again where nothing is proven.
+    calls = host.folder / "calls"
+    systemctl.write_text(systemctl.read_text().replace("\n", f'\necho "$1 $2" >>{calls}\n', 1))
+    wanted["gpu_topology_probe_anew"] = True
+    for rank, sentence in (
+        ("exit 3", "The probe failed with P2P on and off: P2P is off"),
+        ("echo 'python has no torch (x)'; exit 4", "The probe could not run: nothing was probed"),
+    ):
+        calls.unlink(missing_ok=True)
+        assert sentence in told(rank)
+        assert [line for line in calls.read_text().splitlines() if "list" not in line] == [
+            "stop ddtree-vllm@0.service",
+            "start ddtree-vllm@0.service",
+        ]
+    # What ends well without a verdict is none.
+    for script, sentence in (
+        ("exit 0", "run: {odd} gave no verdict."),
+        ("echo it broke >&2; exit 1", "run: it broke."),
+    ):
+        odd = host.folder / "odd"
+        odd.write_text(f"#!/bin/sh\n{script}\n")
+        odd.chmod(0o755)
+        done = host(**wanted, gpu_topology_probe_command=[str(odd)])
+        assert done.returncode != 0
+        assert f"The probe could not {sentence}".replace("{odd}", str(odd)) in " ".join(
+            done.stdout.split()
+        )
+        assert not verdict.exists()
+    done = host(**wanted, gpu_topology_probe_command=["/no/probe"])
+    assert "The probe could not run: sh: 1: /no/probe: not found." in " ".join(done.stdout.split())
+    systemctl.rename(host.folder / "systemctl")
+    del wanted["gpu_topology_probe_anew"]
 
     python.write_text("""#!/bin/sh\necho '{"checked": 1, "peer_access": true}'\n""")
     assert changed(host(**wanted)) == 2  # the verdict and the plan
     assert json.loads((host.folder / "etc/topology.json").read_text())["p2p"]["on"] is True
+
+    # A verdict is there: asked for anew, and the instances are left to vllm_service.
+    (host.folder / "systemctl").rename(systemctl)
+    calls.unlink()
+    assert changed(host(**wanted, gpu_topology_probe_anew=True)) >= 1
+    asked = [line.split()[0] for line in calls.read_text().splitlines()]
+    assert asked == ["list-units", "stop"]
+    systemctl.unlink()
     assert changed(host(entry="uninstall")) == 3
 
 
