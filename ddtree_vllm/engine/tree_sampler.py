@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
@@ -22,10 +24,49 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
+from ddtree_vllm.sampling.draw import draw_tokens
 from ddtree_vllm.sampling.walk import WalkOutput, walk_trees
 
 if TYPE_CHECKING:
     from ddtree_vllm.engine.model_state import DDTreeModelState
+
+
+class NodeSampler(Sampler):
+    """vLLM's sampler, with all that it keeps of requests, drawing as a step of many rows should."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.__dict__ = vars(sampler)
+
+    def _sample_random(
+        self,
+        processed_logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+        top_k: torch.Tensor | None,
+        top_p: torch.Tensor | None,
+        use_fused_sampler: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if use_fused_sampler:
+            return super()._sample_random(
+                processed_logits,
+                expanded_idx_mapping,
+                idx_mapping_np,
+                pos,
+                top_k,
+                top_p,
+                use_fused_sampler,
+            )
+        processed_logits = apply_top_k_top_p(processed_logits, top_k, top_p)
+        tokens = draw_tokens(
+            processed_logits,
+            expanded_idx_mapping,
+            self.sampling_states.temperature.gpu,
+            self.sampling_states.seeds.gpu,
+            pos,
+            self.use_fp64_gumbel,
+        )
+        return tokens, processed_logits
 
 
 class TreeRejectionSampler(RejectionSampler):
@@ -35,6 +76,7 @@ class TreeRejectionSampler(RejectionSampler):
         spec = state.vllm_config.speculative_config
         super().__init__(sampler, spec, state.device)
         self.state = state
+        self.node_sampler = NodeSampler(sampler)
 
     def __call__(
         self,
@@ -118,7 +160,7 @@ class TreeRejectionSampler(RejectionSampler):
         scores: list[LogprobsTensors] = []
         for start, end in _request_chunks(cu_np, get_max_chunk_logits(logits.shape[1])):
             lo, hi = int(cu_np[start]), int(cu_np[end])
-            tokens, processed, *_ = sampler.sample(
+            tokens, processed = self.node_sampler.sample(
                 logits[lo:hi],
                 input_batch.expanded_idx_mapping[lo:hi],
                 input_batch.idx_mapping[start:end],

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedD
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import _encode_layer_name
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from ddtree_vllm.attention.metadata import TREE_ATTRIBUTE
@@ -27,6 +28,7 @@ from ddtree_vllm.config import uses_trees
 from ddtree_vllm.engine.active import is_active
 from ddtree_vllm.gdn.commit import StateTable, commit_paths
 from ddtree_vllm.gdn.conv import causal_conv, lay_out_by_taps, tree_causal_conv
+from ddtree_vllm.gdn.metadata import TreeGDNBackend
 from ddtree_vllm.gdn.operator import gated_delta_net
 from ddtree_vllm.gdn.projection import share_weight
 from ddtree_vllm.gdn.recurrent import run_sequences
@@ -85,6 +87,9 @@ class TreeGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         if self.verifies_trees and spec is not None:
             spec = dataclasses.replace(spec, num_speculative_blocks=0)
         return spec
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return TreeGDNBackend if self.verifies_trees else super().get_attn_backend()
 
     def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not self.serves_all_rows:

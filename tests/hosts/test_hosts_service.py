@@ -420,10 +420,18 @@ def test_a_failure_that_lasts_is_told_once_and_so_is_its_end(service):
     alarm = ["/bin/sh", "-c", script, "100%", 'a "b"']
     told = {"health_alert_after": 5, "health_alert_command": alarm}
     before = service.main_pid
+    # What other tests broke has been told too, and its end may be yet to come.
+    service.run("systemctl stop ddtree-health@0.timer ddtree-health@0.service")
+    service.run("rm -f /run/ddtree-health/0.alerts.json")
 
     def heard():
         return service.run("cat /run/alarm 2>/dev/null || true").splitlines()
 
+    def ends_told():
+        journal = service.run("journalctl -q -o cat -t ddtree-alert")
+        return journal.splitlines().count(f"{UNIT} is healthy again")
+
+    ends = ends_told()
     try:
         service.apply(**told, health_expect="never said")
         service.wait("the alert", 40, heard)
@@ -434,8 +442,7 @@ def test_a_failure_that_lasts_is_told_once_and_so_is_its_end(service):
         service.apply(**told)
         service.wait("its end", 40, lambda: len(heard()) == 2)
         assert heard()[1] == f"{begin} healthy again 100%"
-        journal = service.run("journalctl -o cat -t ddtree-alert")
-        assert journal.splitlines().count(f"{UNIT} is healthy again") == 1
+        assert ends_told() == ends + 1
         assert "healthy again" not in service.run("journalctl -o cat -t ddtree-alert -p alert")
         assert service.main_pid == before
     finally:
@@ -448,7 +455,8 @@ def test_an_engine_that_goes_on_raises_no_alert(service):
     told = 'journalctl -q -o cat -t ddtree-alert | grep -c "stays down" || true'
     before = service.run(told)
     service.run(f"systemctl start 'ddtree-alert@{UNIT}'")
-    assert service.show("Result", f"ddtree-alert@{UNIT}") == "exec-condition"
+    journal = service.lab.journal(NODE, f"ddtree-alert@{UNIT}")
+    assert "exec-condition" in journal, journal
     assert service.run(told) == before
 
 
