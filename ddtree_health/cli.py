@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -40,10 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words.insert(0, "check")
     options = _parser().parse_args(words)
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
     except HealthError as error:
         print(f"ddtree-health: {error}", file=sys.stderr)
         return int(options.error_status)
+    except BrokenPipeError:
+        # Whoever read has read enough. Python would flush once more at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
 
 
 def _parser() -> _Parser:

@@ -39,6 +39,15 @@ class Done:
         return lines[-1] if lines else "nothing"
 
 
+@dataclass(frozen=True)
+class Permissions:
+    """Of a file: its mode's bits, its owner and its group by number."""
+
+    mode: int
+    owner: int
+    group: int
+
+
 Run = Callable[[Sequence[str], float], Done]
 
 
@@ -91,6 +100,14 @@ class Host:
 
     def exists(self, name: str) -> bool:
         return os.path.exists(self.path(name))
+
+    def permissions(self, name: str) -> Permissions | None:
+        """Of what a path leads to, links followed; None if nothing is there."""
+        try:
+            found = os.stat(self.path(name))
+        except OSError:
+            return None
+        return Permissions(found.st_mode, found.st_uid, found.st_gid)
 
     def names(self, folder: str) -> list[str]:
         """What is in a folder, [] if it is not there."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator
 
 from .host import Host
@@ -15,6 +16,25 @@ _HIDDEN = ("/home", "/root", "/run/user")
 
 def _is_hidden(path: str) -> bool:
     return any(path.startswith(f"{top}/") for top in _HIDDEN)
+
+
+def _closed(host: Host, path: str, inside: bool) -> str:
+    """The first folder on the way that nobody but its owner enters, "" if there is none.
+
+    Args:
+        inside: all that is above counts too; a container is given the folder itself.
+    """
+    parts = [part for part in path.split("/") if part]
+    for length in range(1 if inside else len(parts), len(parts) + 1):
+        folder = "/" + "/".join(parts[:length])
+        found = host.permissions(folder)
+        if found is None:
+            return ""
+        wanted = stat.S_IXOTH | (stat.S_IROTH if length == len(parts) else 0)
+        # Another owner or group may be the service's own.
+        if found.owner == found.group == 0 and found.mode & wanted != wanted:
+            return folder
+    return ""
 
 
 def check_venv(host: Host, request: Request) -> Iterator[Finding]:
@@ -53,11 +73,23 @@ def check_checkpoints(host: Host, request: Request) -> Iterator[Finding]:
                 f"{what} is {path}, which the service does not see (its unit has ProtectHome=yes): "
                 "name a folder elsewhere, such as one below /srv",
             )
+        elif path.startswith("/root/"):
+            yield refuse(
+                "checkpoints",
+                f"{what} is {path}: a container sees it at the same path, and its /root is closed to "
+                "the user that serves; name a folder elsewhere, such as one below /srv",
+            )
         elif not item.get("comes") and not host.exists(path):
             yield refuse(
                 "checkpoints",
                 f"{what} is {path}, which is not on this host, and neither model_store_models nor "
                 "vllm_service_checkpoints brings it",
+            )
+        elif not item.get("comes") and (closed := _closed(host, path, request.mode == "native")):
+            yield refuse(
+                "checkpoints",
+                f"{what} is {path}, and {closed} is open to root alone, not to the user that serves: "
+                f"`chmod o+rx {closed}`",
             )
         else:
             yield passed("checkpoints", f"{what} is {path}")

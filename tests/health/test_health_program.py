@@ -2,6 +2,7 @@
 """ddtree-health against a stub of the server: exit status, JSON, state, metrics."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -411,3 +412,27 @@ sys.exit(main(["--url", {engine.url!r}, "--checks", "live,ready"]))
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "engine is healthy"
+
+
+@pytest.mark.parametrize("format_", [[], ["--json"]], ids=["text", "json"])
+def test_a_reader_that_has_read_enough_is_no_fault(engine, format_):
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from ddtree_health.cli import main
+sys.exit(main(["--url", {engine.url!r}, "--checks", "live,ready", *{format_!r}]))
+"""
+    read, written = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", code],
+            stdout=written,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    finally:
+        os.close(written)
+    assert (done.returncode, done.stderr) == (128 + 13, "")

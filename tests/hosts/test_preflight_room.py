@@ -39,6 +39,26 @@ def refusals(tmp_path):
     return run
 
 
+@pytest.mark.parametrize(
+    ("host", "key", "warned"),
+    [
+        ("0.0.0.0", "", True),
+        ("10.0.0.7", "", True),
+        ("0.0.0.0", "s3cret", False),
+        ("127.0.0.1", "", False),
+        ("::1", "", False),
+    ],
+)
+def test_an_address_that_others_reach_without_a_key_is_warned_of(
+    tmp_path, refusals, host, key, warned
+):
+    refusals(vllm_service_host=host, vllm_service_api_key=key)
+    findings = json.loads((tmp_path / "report.json").read_text())["hosts"]["here"]["findings"]
+    told = [item for item in findings if item["check"] == "address"]
+    assert [item["level"] for item in told] == ["warn"] * warned
+    assert all(f"listens on {host} and asks for no key" in item["sentence"] for item in told)
+
+
 def test_a_venv_is_given_room_until_it_is_the_one_wanted(tmp_path, refusals):
     pins, wheel, venv = tmp_path / "pins.txt", tmp_path / "one.whl", tmp_path / "venv"
     pins.write_text("# none\n")

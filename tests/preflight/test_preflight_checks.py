@@ -4,6 +4,7 @@
 The hosts are temporary folders and recorded answers (fake_host.py); a host without a fault passes.
 """
 
+import os
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from fake_host import CUDA, GPU_QUERY, FakeHost
 
 from ddtree_preflight import checks, driver, gpus
-from ddtree_preflight.host import Done, Host, run_command
+from ddtree_preflight.host import Done, Host, Permissions, run_command
 from ddtree_preflight.request import Request, request_from
 
 
@@ -399,6 +400,13 @@ def test_faults_that_the_health_checks_know_are_refused(host):
     assert found["gpus"] == "GPU 00000000:18:00.0: a row could not be remapped"
 
 
+def test_a_gpu_that_is_hot_for_a_moment_is_only_warned_of(host):
+    hot = {"00000000:18:00.0": ["it is slowed down: SW Thermal Slowdown"]}
+    assert "gpus" not in sentences(host, faults=lambda text: hot)
+    warned = sentences(host, "warn", faults=lambda text: hot)
+    assert warned["gpus"] == "GPU 00000000:18:00.0: it is slowed down: SW Thermal Slowdown"
+
+
 def test_a_fabric_that_waits_for_its_manager_is_no_fault_of_a_gpu(host):
     """The role nvidia_host is about to start it: the check of the fabric decides."""
     sentence = "its NVLink fabric is In Progress, not Completed"
@@ -441,6 +449,52 @@ def test_a_checkpoint_that_cannot_be_served_is_refused(host, path, words):
     refused = sentences(host, checkpoints=[item])["checkpoints"]
     assert refused.startswith(f"vllm_service_model is {path}")
     assert words in refused
+
+
+@pytest.mark.parametrize(
+    ("closed", "mode", "told"),
+    [
+        ({"/data": Permissions(0o750, 0, 0)}, "native", "/data"),
+        ({"/data/models": Permissions(0o754, 0, 0)}, "native", "/data/models"),
+        ({"/data/models/one": Permissions(0o751, 0, 0)}, "native", "/data/models/one"),
+        ({"/data/models/one": Permissions(0o750, 0, 0)}, "container", "/data/models/one"),
+        # A container is given the folder itself.
+        ({"/data": Permissions(0o750, 0, 0)}, "container", ""),
+        # The owner or the group may be the service's.
+        ({"/data": Permissions(0o700, 998, 998)}, "native", ""),
+        ({"/data": Permissions(0o750, 0, 998)}, "native", ""),
+    ],
+)
+def test_a_checkpoint_behind_a_folder_of_roots_alone_is_refused(
+    host, monkeypatch, closed, mode, told
+):
+    host.write("data/models/one/config.json", "{}")
+    open_to_all = Permissions(0o755, 0, 0)
+    monkeypatch.setattr(host, "permissions", lambda name: closed.get(name, open_to_all))
+    item = {"path": "/data/models/one", "what": "vllm_service_model"}
+    refused = sentences(host, checkpoints=[item], mode=mode).get("checkpoints", "")
+    assert bool(refused) == bool(told)
+    if told:
+        assert f"{told} is open to root alone, not to the user that serves" in refused
+        assert refused.endswith(f"`chmod o+rx {told}`")
+    coming = sentences(host, checkpoints=[item | {"comes": True}], mode=mode)
+    assert "checkpoints" not in coming
+
+
+def test_permissions_are_those_of_what_a_link_leads_to(tmp_path):
+    (tmp_path / "folder").mkdir(mode=0o711)
+    (tmp_path / "link").symlink_to("folder")
+    host = Host(str(tmp_path))
+    found = host.permissions("/link")
+    assert (found.mode & 0o777, found.owner, found.group) == (0o711, os.getuid(), os.getgid())
+    assert host.permissions("/nothing") is None
+
+
+def test_a_checkpoint_below_root_is_closed_to_a_container_too(host):
+    host.write("root/model/config.json", "{}")
+    item = {"path": "/root/model", "what": "vllm_service_model"}
+    refused = sentences(host, checkpoints=[item], mode="container")["checkpoints"]
+    assert "its /root is closed to the user that serves" in refused
 
 
 def test_a_checkpoint_that_is_there_or_comes_passes(host):
